@@ -1,0 +1,179 @@
+"""Paged attention in plain XLA: every platform, bounded memory, work that follows the lengths.
+
+The query tokens are cut into tiles of one row each, and each query tile's visible keys into tiles of
+a few blocks. The (query tile, key tile) pairs of all rows form one list of work, known on the device
+from cumulative sums, and a loop takes a fixed number of pairs from it each time round, whichever rows
+they belong to: skewed lengths cost what they hold, not what the longest row holds. Each round folds
+its pairs into a running float32 softmax per query tile (the "stream-K" partition of Osama et al.,
+2023, with the online softmax of Milakov & Gimelshein, 2018).
+"""
+
+import jax
+import jax.numpy as jnp
+
+# Keys of one tile; blocks larger than that are a tile of their own.
+KEY_TILE = 128
+# Query tokens of one tile, at most.
+QUERY_TILE = 32
+# Pairs of one round: enough to fill vector units, few enough that a round's keys stay in cache.
+PAIRS_PER_ROUND = 16
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: jax.Array | int,
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    max_query_len: int,
+    scale: float,
+    logits_soft_cap: float | None = None,
+    sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of ragged query tokens over the blocks of their rows.
+
+    Args:
+      q: [T, H, D].
+      k_pool, v_pool: [L, N, P, K, D].
+      layer: int32 [], may be traced.
+      block_table: int32 [B, M], -1 for "no block".
+      kv_lens: int32 [B].
+      cu_q_lens: int32 [B + 1].
+      max_query_len: no row brings more query tokens (static).
+      scale, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
+        `paged_kv_jax.paged_attention`.
+
+    Returns:
+      out [T, H, D] in q's dtype, and the log-sum-exp [T, H], float32, natural log.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, max_blocks = block_table.shape
+    num_blocks, block_size, num_kv_heads = k_pool.shape[1:4]
+    group = num_heads // num_kv_heads
+    query_tile = min(QUERY_TILE, max_query_len)
+    tile_blocks = max(1, KEY_TILE // block_size)
+    key_tile = tile_blocks * block_size
+
+    # Query tiles: row b has ceil(q_len / query_tile) of them, all rows together at most num_tiles.
+    num_tiles = (num_tokens + num_rows * (query_tile - 1)) // query_tile
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    cu_tiles = jnp.cumsum(-(-q_lens // query_tile), dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    row = jnp.searchsorted(cu_tiles, tile, side="right").astype(jnp.int32)
+    is_tile = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    tile_of_row = tile - (cu_tiles[row] - -(-q_lens[row] // query_tile))
+    token = tile_of_row[:, None] * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
+    is_token = is_tile[:, None] & (token < q_lens[row][:, None])  # [tiles, query_tile]
+    position = jnp.where(is_token, (kv_lens - q_lens)[row][:, None] + token, -1)
+    token = jnp.where(
+        is_token, cu_q_lens[row][:, None] + token, num_tokens
+    )  # past the end: dropped
+    queries = q.at[token].get(mode="fill", fill_value=0)
+    queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim)
+
+    # Key tiles [first, last) of each query tile, and their places in the list of pairs.
+    last = -(-(jnp.max(position, axis=1) + 1) // key_tile)
+    first = jnp.zeros_like(last)
+    if sliding_window is not None:
+        oldest = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
+        first = jnp.minimum(jnp.maximum(oldest - sliding_window + 1, 0) // key_tile, last)
+    cu_pairs = jnp.cumsum(last - first, dtype=jnp.int32)
+    num_pairs = cu_pairs[-1]
+    pairs_per_round = min(PAIRS_PER_ROUND, num_tiles * -(-max_blocks // tile_blocks))
+
+    def fold_round(carry):
+        start, top, total, acc = carry
+        pair = start + jnp.arange(pairs_per_round, dtype=jnp.int32)
+        of = jnp.searchsorted(cu_pairs, pair, side="right").astype(jnp.int32)
+        is_pair = of < num_tiles
+        of = jnp.minimum(of, num_tiles - 1)  # [pairs]: the query tile of each pair
+        nth_tile = jnp.where(is_pair, last[of] - (cu_pairs[of] - pair), 0)
+
+        column = nth_tile[:, None] * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+        blocks = block_table[row[of][:, None], jnp.minimum(column, max_blocks - 1)]
+        is_block = (column < max_blocks) & (blocks >= 0) & (blocks < num_blocks)
+        key_position = nth_tile[:, None] * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+        query_position = jnp.where(is_pair[:, None], position[of], -1)
+        sees = key_position[:, None, :] <= query_position[:, :, None]  # [pairs, query, key]
+        if sliding_window is not None:
+            sees &= key_position[:, None, :] > query_position[:, :, None] - sliding_window
+        sees &= jnp.repeat(is_block, block_size, axis=1)[:, None, :]
+        is_key = jnp.any(sees, axis=1)
+        sees = sees[:, :, None, None, :]
+
+        def keys_of(pool: jax.Array) -> jax.Array:
+            keys = pool[layer, jnp.where(is_block, blocks, 0)]
+            keys = keys.reshape(pairs_per_round, key_tile, num_kv_heads, head_dim)
+            # Unseen slots may hold NaN or Inf, which a weight of 0 would not silence.
+            return jnp.where(is_key[:, :, None, None], keys, 0)
+
+        scores = jnp.einsum(
+            "nqkgd,nskd->nqkgs", queries[of], keys_of(k_pool), preferred_element_type=jnp.float32
+        )
+        scores *= scale
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+        if alibi_slopes is not None:
+            distance = key_position[:, None, :] - query_position[:, :, None]
+            slopes = alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group, 1)
+            scores += slopes * distance[:, :, None, None, :]
+        scores = jnp.where(sees, scores, -jnp.inf)
+
+        # Pairs of one query tile in this round meet first, then what the tile had before; the last
+        # of them writes the result, so that no two writes meet.
+        is_same = of[:, None] == of[None, :]
+        is_last = is_pair & ((pair + 1 == cu_pairs[of]) | (pair + 1 == start + pairs_per_round))
+        pair_top = jnp.max(scores, axis=-1)  # [pairs, query, K, G]
+        new_top = jnp.max(jnp.where(is_same[:, :, None, None, None], pair_top, -jnp.inf), axis=1)
+        new_top = jnp.maximum(new_top, top[of])
+        safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
+        weights = jnp.where(sees, jnp.exp(scores - safe_top[..., None]), 0)
+        values = keys_of(v_pool)
+        pair_acc = jnp.einsum(
+            "nqkgs,nskd->nqkgd", weights.astype(values.dtype), values,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        together = is_same.astype(jnp.float32)
+        faded = jnp.exp(top[of] - safe_top)
+        highest = jax.lax.Precision.HIGHEST
+        new_total = total[of] * faded + jnp.einsum(
+            "mn,nqkg->mqkg", together, jnp.sum(weights, axis=-1), precision=highest
+        )
+        new_acc = acc[of] * faded[..., None] + jnp.einsum(
+            "mn,nqkgd->mqkgd", together, pair_acc, precision=highest
+        )
+        into = jnp.where(is_last, of, num_tiles)
+        return (
+            start + pairs_per_round,
+            top.at[into].set(new_top, mode="drop"),
+            total.at[into].set(new_total, mode="drop"),
+            acc.at[into].set(new_acc, mode="drop"),
+        )
+
+    per_head = (num_tiles, query_tile, num_kv_heads, group)
+    top = jnp.full(per_head, -jnp.inf, jnp.float32)
+    total = jnp.zeros(per_head, jnp.float32)
+    if sinks is not None:  # a key with a logit of its own and no value
+        sink = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
+        top = jnp.where(is_token[:, :, None, None], sink, top)
+        total = jnp.where(is_token[:, :, None, None], jnp.ones_like(total), total)
+    _, top, total, acc = jax.lax.while_loop(
+        lambda carry: carry[0] < num_pairs,
+        fold_round,
+        (jnp.int32(0), top, total, jnp.zeros((*per_head, head_dim), jnp.float32)),
+    )
+    out = acc / jnp.where(total > 0, total, 1)[..., None]
+    lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
+
+    out = out.reshape(num_tiles, query_tile, num_heads, head_dim).astype(q.dtype)
+    lse = lse.reshape(num_tiles, query_tile, num_heads)
+    return (
+        jnp.zeros_like(q).at[token].set(out, mode="drop"),
+        jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32).at[token].set(lse, mode="drop"),
+    )

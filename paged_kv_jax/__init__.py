@@ -1,0 +1,62 @@
+"""A paged KV cache for JAX: an immutable block allocator and kernels over block pools, inside `jax.jit`.
+
+One decode step, for B sequences::
+
+    state, result = pkv.append(state, seq_ids, 1)
+    plan = pkv.make_plan(state, seq_ids, 1, result)             # once a step; all layers share it
+    pool = pkv.write(pool, layer, k, v, plan)                   # [T, K, D] each
+    out = pkv.paged_attention(q, pool, layer, plan)             # [T, H, D]
+"""
+
+from paged_kv_jax._version import __version__
+from paged_kv_jax.allocator import (
+    BlockState,
+    Stats,
+    allocate,
+    append,
+    block_count,
+    block_offset,
+    check_invariants,
+    clear_errors,
+    free,
+    init,
+    make_plan,
+    stats,
+)
+from paged_kv_jax.attention import paged_attention, supports
+from paged_kv_jax.cache import PagedKVCache
+from paged_kv_jax.config import KVCacheConfig
+from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
+from paged_kv_jax.plan import Plan, plan_from_tables
+from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
+
+__all__ = [
+    "BlockState",
+    "KVCacheConfig",
+    "KVPool",
+    "PagedKVCache",
+    "PagedKVError",
+    "Plan",
+    "ResultCode",
+    "Stats",
+    "__version__",
+    "allocate",
+    "append",
+    "block_count",
+    "block_offset",
+    "check_invariants",
+    "clear_errors",
+    "copy_blocks",
+    "free",
+    "init",
+    "init_pool",
+    "make_plan",
+    "paged_attention",
+    "plan_from_tables",
+    "raise_if_failed",
+    "stats",
+    "supports",
+    "write",
+    "write_prefill",
+    "write_token",
+]

@@ -1,0 +1,192 @@
+"""`PagedKVCache`: the allocator's state and the pools as one immutable object."""
+
+import dataclasses
+import functools
+import html
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from paged_kv_jax import allocator, attention, pool
+from paged_kv_jax.config import KVCacheConfig
+from paged_kv_jax.plan import Plan
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("state", "pool"), meta_fields=("config",)
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PagedKVCache:
+    """A paged KV cache: a pytree whose methods return new caches and never change or donate `self`.
+
+    The methods are the functions of the same names in this package, with the state and the pool
+    filled in.
+
+    Attributes:
+      config: geometry (static).
+      state: who owns which block.
+      pool: the keys and values.
+    """
+
+    config: KVCacheConfig
+    state: allocator.BlockState
+    pool: pool.KVPool
+
+    @classmethod
+    def create(cls, config: KVCacheConfig) -> Self:
+        """An empty cache."""
+        return cls(config=config, state=allocator.init(config), pool=pool.init_pool(config))
+
+    @property
+    def errors(self) -> jax.Array:
+        """int32 [], the state's sticky word."""
+        return self.state.errors
+
+    def allocate(
+        self, seq_ids: jax.Array, num_tokens: jax.Array | int, *, max_new_tokens: int | None = None
+    ) -> tuple[Self, jax.Array]:
+        """`paged_kv_jax.allocate` on this cache's state."""
+        state, result = allocator.allocate(
+            self.state, seq_ids, num_tokens, max_new_tokens=max_new_tokens
+        )
+        return dataclasses.replace(self, state=state), result
+
+    def append(
+        self,
+        seq_ids: jax.Array,
+        num_new_tokens: jax.Array | int,
+        *,
+        max_new_tokens: int | None = None,
+    ) -> tuple[Self, jax.Array]:
+        """`paged_kv_jax.append` on this cache's state."""
+        state, result = allocator.append(
+            self.state, seq_ids, num_new_tokens, max_new_tokens=max_new_tokens
+        )
+        return dataclasses.replace(self, state=state), result
+
+    def free(self, seq_ids: jax.Array) -> tuple[Self, jax.Array]:
+        """`paged_kv_jax.free` on this cache's state."""
+        state, result = allocator.free(self.state, seq_ids)
+        return dataclasses.replace(self, state=state), result
+
+    def plan(
+        self,
+        seq_ids: jax.Array,
+        num_new_tokens: jax.Array | int,
+        result: jax.Array,
+        *,
+        num_tokens: int | None = None,
+        max_query_len: int | None = None,
+    ) -> tuple[Self, Plan]:
+        """`paged_kv_jax.make_plan` on this cache's state; what did not fit joins the sticky word."""
+        plan = allocator.make_plan(
+            self.state, seq_ids, num_new_tokens, result,
+            num_tokens=num_tokens, max_query_len=max_query_len,
+        )  # fmt: skip
+        state = dataclasses.replace(self.state, errors=self.state.errors | plan.errors)
+        return dataclasses.replace(self, state=state), plan
+
+    def step(
+        self,
+        seq_ids: jax.Array,
+        num_new_tokens: jax.Array | int = 1,
+        *,
+        num_tokens: int | None = None,
+        max_query_len: int | None = None,
+    ) -> tuple[Self, Plan, jax.Array]:
+        """One step of live sequences: `append`, then `plan`.
+
+        Args:
+          seq_ids: int32 [B], live sequences, each at most once; -1 for a padding row.
+          num_new_tokens: an int for every row alike, or int32 [B] with `num_tokens` = T.
+          num_tokens, max_query_len: as for `make_plan`.
+
+        Returns:
+          The new cache, the plan, and int32 [B], the result of `append`.
+        """
+        cache, result = self.append(
+            seq_ids, num_new_tokens, max_new_tokens=max_query_len or num_tokens
+        )
+        cache, plan = cache.plan(
+            seq_ids, num_new_tokens, result, num_tokens=num_tokens, max_query_len=max_query_len
+        )
+        return cache, plan, result
+
+    def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, plan: Plan) -> Self:
+        """`paged_kv_jax.write` into this cache's pool."""
+        return dataclasses.replace(self, pool=pool.write(self.pool, layer, k, v, plan))
+
+    def attend(self, q: jax.Array, layer: jax.Array | int, plan: Plan, **options: Any) -> Any:
+        """`paged_kv_jax.paged_attention` over this cache's pool."""
+        return attention.paged_attention(q, self.pool, layer, plan, **options)
+
+    def copy_blocks(self, src_blocks: jax.Array, dst_blocks: jax.Array) -> Self:
+        """`paged_kv_jax.copy_blocks` within this cache's pool."""
+        return dataclasses.replace(self, pool=pool.copy_blocks(self.pool, src_blocks, dst_blocks))
+
+    def __repr__(self) -> str:
+        head = f"PagedKVCache({_geometry(self.config)})"
+        if not _is_readable(self.state):
+            return head
+        return "\n  ".join([head, _fullness(self), *_owners(self.state), *_failures(self.state)])
+
+    def _repr_html_(self) -> str:
+        geometry = html.escape(_geometry(self.config))
+        if not _is_readable(self.state):
+            return f"<b>PagedKVCache</b> {geometry}"
+        full = 100 * (1 - int(self.state.free_top) / self.config.num_blocks)
+        bar = (
+            '<div style="background:#8884;width:24em;height:0.8em">'
+            f'<div style="background:#4878d0;width:{full:.1f}%;height:100%"></div></div>'
+        )
+        lines = [_fullness(self), *_owners(self.state), *_failures(self.state)]
+        listing = "<br>".join(html.escape(line) for line in lines)
+        return f"<b>PagedKVCache</b> {geometry}{bar}{listing}"
+
+
+_MOST_OWNERS_SHOWN = 8
+
+
+def _is_readable(state: allocator.BlockState) -> bool:
+    """Whether the state holds one cache's values: not traced, not batched, not deleted."""
+    leaf = state.free_top
+    is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_concrete and leaf.ndim == 0 and not leaf.is_deleted()
+
+
+def _geometry(config: KVCacheConfig) -> str:
+    return (
+        f"{config.num_layers} layers, {config.num_blocks} blocks of {config.block_size} tokens, "
+        f"{config.num_kv_heads} kv heads x {config.head_dim}, {jnp.dtype(config.dtype).name}, "
+        f"{config.memory_bytes / 2**20:,.1f} MiB"
+    )
+
+
+def _fullness(cache: PagedKVCache) -> str:
+    numbers = allocator.stats(cache.state)
+    used, total = int(numbers.used_blocks), cache.config.num_blocks
+    return (
+        f"{used} of {total} blocks used ({100 * used / total:.0f} %) by {int(numbers.live_seqs)} "
+        f"sequences with {int(numbers.tokens)} tokens; {int(numbers.wasted_slots)} slots in tails"
+    )
+
+
+def _owners(state: allocator.BlockState) -> list[str]:
+    lens, counts = np.asarray(state.seq_lens), np.asarray(state.seq_block_count)
+    live = np.flatnonzero(counts)
+    lines = [
+        f"sequence {seq_id}: {lens[seq_id]} tokens in {counts[seq_id]} blocks"
+        for seq_id in live[:_MOST_OWNERS_SHOWN]
+    ]
+    if len(live) > _MOST_OWNERS_SHOWN:
+        lines.append(f"and {len(live) - _MOST_OWNERS_SHOWN} more")
+    return lines
+
+
+def _failures(state: allocator.BlockState) -> list[str]:
+    word = int(state.errors)
+    names = [code.name for code in allocator.ResultCode if word & code.bit]
+    return [f"failed: {', '.join(names)}"] if names else []

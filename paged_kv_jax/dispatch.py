@@ -1,0 +1,88 @@
+"""Which kernel serves a call: the table of implementations, and the one place that chooses.
+
+`implementation=None` takes the first of the table that supports the call and logs, once, which it
+was and why those before it could not. A name forces its implementation and raises where it cannot
+serve. Kernels are imported when they are first asked about: importing Mosaic GPU takes half a second.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import logging
+
+# Operation -> implementation -> module of paged_kv_jax.kernels, best first.
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "paged_attention": {"xla": "attention_xla", "reference": "attention_reference"},
+    "write": {"xla": "write_xla"},
+    "copy_blocks": {"xla": "write_xla"},
+}
+
+
+def compute_capability() -> float | None:
+    """CUDA compute capability of the device that computations run on by default; None if no GPU."""
+    device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(device, "platform", None) != "gpu":
+        return None
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
+        return None
+
+
+def unsupported_reason(operation: str, name: str, *args: Any, **options: Any) -> str | None:
+    """Why implementation `name` cannot serve the call; None if it can.
+
+    Raises:
+      ValueError: there is no such implementation.
+    """
+    modules = IMPLEMENTATIONS[operation]
+    if name not in modules:
+        raise ValueError(
+            f"implementation={name!r} is not one of {', '.join(map(repr, modules))} for {operation}"
+        )
+    check = getattr(_module(modules[name]), f"{operation}_unsupported_reason", None)
+    if check is None:  # XLA's and the reference's serve every call
+        return None
+    return check(*args, **options, compute_capability=compute_capability())
+
+
+def choose(
+    operation: str, name: str | None, *args: Any, **options: Any
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The kernel for a call: the named one, or the best that supports it.
+
+    Args:
+      operation: a key of `IMPLEMENTATIONS`.
+      name: an implementation, or None.
+      *args, **options: what the kernels' `<operation>_unsupported_reason` takes.
+
+    Raises:
+      ValueError: there is no implementation of that name.
+      NotImplementedError: the named implementation cannot serve the call.
+    """
+    modules = IMPLEMENTATIONS[operation]
+    if name is not None:
+        reason = unsupported_reason(operation, name, *args, **options)
+        if reason is not None:
+            raise NotImplementedError(f"implementation={name!r} cannot serve this call: {reason}")
+        return getattr(_module(modules[name]), operation)
+    passed_over = []
+    for candidate, module in modules.items():
+        reason = unsupported_reason(operation, candidate, *args, **options)
+        if reason is None:
+            _log_choice(operation, candidate, "; ".join(passed_over))
+            return getattr(_module(module), operation)
+        passed_over.append(f"{candidate}: {reason}")
+    raise NotImplementedError(f"no implementation of {operation} serves this call: {passed_over}")
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"paged_kv_jax.kernels.{name}")
+
+
+@functools.cache
+def _log_choice(operation: str, name: str, passed_over: str) -> None:
+    logging.info("%s uses %s%s", operation, name, f" ({passed_over})" if passed_over else "")
