@@ -44,13 +44,13 @@ def paged_attention(
     num_rows, block_size, num_kv_heads = kv_lens.shape[0], k_pool.shape[2], k_pool.shape[3]
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32  # pyright: ignore[reportAttributeAccessIssue]
 
-    token = jnp.arange(num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(cu_q_lens[1:], token, side="right")
     is_token = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
     position = kv_lens[row] - (cu_q_lens[row + 1] - cu_q_lens[row]) + token - cu_q_lens[row]
 
-    key_position = jnp.arange(block_table.shape[1] * block_size)
+    key_position = jnp.arange(block_table.shape[1] * block_size, dtype=jnp.int32)
     sees = is_token[:, None] & (key_position <= position[:, None])  # [T, M * P]
     sees &= key_position < kv_lens[row][:, None]
     sees &= jnp.repeat(block_table >= 0, block_size, axis=1)[row]
@@ -68,7 +68,7 @@ def paged_attention(
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     if alibi_slopes is not None:
-        distance = key_position - position[:, None]
+        distance = (key_position - position[:, None]).astype(wide)
         scores += alibi_slopes.astype(wide)[:, None] * distance[:, None, :]
     scores = jnp.where(sees[:, None, :], scores, -jnp.inf)
 

@@ -11,12 +11,12 @@ its pairs into a running float32 softmax per query tile (the "stream-K" partitio
 import jax
 import jax.numpy as jnp
 
-# Keys of one tile; blocks larger than that are a tile of their own.
+# Keys of one tile.
 KEY_TILE = 128
 # Query tokens of one tile, at most.
 QUERY_TILE = 32
 # Pairs of one round: enough to fill vector units, few enough that a round's keys stay in cache.
-PAIRS_PER_ROUND = 16
+PAIRS_PER_ROUND = 32
 
 
 def paged_attention(
@@ -53,74 +53,78 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_rows, max_blocks = block_table.shape
-    num_blocks, block_size, num_kv_heads = k_pool.shape[1:4]
+    block_size, num_kv_heads = k_pool.shape[2:4]
     group = num_heads // num_kv_heads
+    product = jnp.promote_types(q.dtype, k_pool.dtype)
+    if jax.default_backend() == "cpu":  # no faster in 16 bits, and JAX 0.10 cannot there
+        product = jnp.dtype(jnp.float32)
     query_tile = min(QUERY_TILE, max_query_len)
-    tile_blocks = max(1, KEY_TILE // block_size)
-    key_tile = tile_blocks * block_size
 
     # Query tiles: row b has ceil(q_len / query_tile) of them, all rows together at most num_tiles.
     num_tiles = (num_tokens + num_rows * (query_tile - 1)) // query_tile
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     cu_tiles = jnp.cumsum(-(-q_lens // query_tile), dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.searchsorted(cu_tiles, tile, side="right").astype(jnp.int32)
+    row = jnp.searchsorted(cu_tiles, tile, side="right", method="compare_all").astype(jnp.int32)
     is_tile = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
     tile_of_row = tile - (cu_tiles[row] - -(-q_lens[row] // query_tile))
     token = tile_of_row[:, None] * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
     is_token = is_tile[:, None] & (token < q_lens[row][:, None])  # [tiles, query_tile]
     position = jnp.where(is_token, (kv_lens - q_lens)[row][:, None] + token, -1)
-    token = jnp.where(
-        is_token, cu_q_lens[row][:, None] + token, num_tokens
-    )  # past the end: dropped
+    # Places without a token lie past the end: they read zeros and their results are dropped.
+    token = jnp.where(is_token, cu_q_lens[row][:, None] + token, num_tokens)
     queries = q.at[token].get(mode="fill", fill_value=0)
-    queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim)
+    queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim).astype(product)
 
-    # Key tiles [first, last) of each query tile, and their places in the list of pairs.
-    last = -(-(jnp.max(position, axis=1) + 1) // key_tile)
-    first = jnp.zeros_like(last)
+    # Keys that a query tile sees, the key tiles [first, last) they lie in, and those tiles' places in
+    # the list of pairs.
+    newest_key = jnp.max(position, axis=1)
+    oldest_key = jnp.zeros_like(newest_key)
     if sliding_window is not None:
-        oldest = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
-        first = jnp.minimum(jnp.maximum(oldest - sliding_window + 1, 0) // key_tile, last)
+        oldest_query = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
+        oldest_key = jnp.maximum(oldest_query - sliding_window + 1, 0)
+    last = -(-(newest_key + 1) // KEY_TILE)
+    first = jnp.minimum(oldest_key // KEY_TILE, last)
+    newest_key = jnp.maximum(newest_key, 0)
     cu_pairs = jnp.cumsum(last - first, dtype=jnp.int32)
     num_pairs = cu_pairs[-1]
-    pairs_per_round = min(PAIRS_PER_ROUND, num_tiles * -(-max_blocks // tile_blocks))
+    pairs_per_round = min(PAIRS_PER_ROUND, num_tiles * -(-max_blocks * block_size // KEY_TILE))
+
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
+    highest = jax.lax.Precision.HIGHEST  # float32 products, where the default would be TF32
 
     def fold_round(carry):
         start, top, total, acc = carry
         pair = start + jnp.arange(pairs_per_round, dtype=jnp.int32)
-        of = jnp.searchsorted(cu_pairs, pair, side="right").astype(jnp.int32)
+        of = jnp.searchsorted(cu_pairs, pair, side="right", method="compare_all").astype(jnp.int32)
         is_pair = of < num_tiles
         of = jnp.minimum(of, num_tiles - 1)  # [pairs]: the query tile of each pair
         nth_tile = jnp.where(is_pair, last[of] - (cu_pairs[of] - pair), 0)
 
-        column = nth_tile[:, None] * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
-        blocks = block_table[row[of][:, None], jnp.minimum(column, max_blocks - 1)]
-        is_block = (column < max_blocks) & (blocks >= 0) & (blocks < num_blocks)
-        key_position = nth_tile[:, None] * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
         query_position = jnp.where(is_pair[:, None], position[of], -1)
+        key_position = nth_tile[:, None] * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)
+        # Where a key tile reaches past what its queries see, the nearest key they do see is read
+        # instead: dead slots may hold NaN or Inf, which a weight of 0 would not silence.
+        seen_position = jnp.clip(key_position, oldest_key[of][:, None], newest_key[of][:, None])
+        blocks = block_table[row[of][:, None], seen_position // block_size]
         sees = key_position[:, None, :] <= query_position[:, :, None]  # [pairs, query, key]
         if sliding_window is not None:
             sees &= key_position[:, None, :] > query_position[:, :, None] - sliding_window
-        sees &= jnp.repeat(is_block, block_size, axis=1)[:, None, :]
-        is_key = jnp.any(sees, axis=1)
-        sees = sees[:, :, None, None, :]
+        sees = (sees & (blocks >= 0)[:, None, :])[:, :, None, None, :]
 
-        def keys_of(pool: jax.Array) -> jax.Array:
-            keys = pool[layer, jnp.where(is_block, blocks, 0)]
-            keys = keys.reshape(pairs_per_round, key_tile, num_kv_heads, head_dim)
-            # Unseen slots may hold NaN or Inf, which a weight of 0 would not silence.
-            return jnp.where(is_key[:, :, None, None], keys, 0)
+        # Gathered head by head, [pairs, K, key, D], which is how the products want it.
+        at = (layer, blocks[:, None, :], (seen_position % block_size)[:, None, :], heads[:, None])
 
         scores = jnp.einsum(
-            "nqkgd,nskd->nqkgs", queries[of], keys_of(k_pool), preferred_element_type=jnp.float32
-        )
+            "nqkgd,nksd->nqkgs", queries[of], k_pool[at].astype(product),
+            precision=highest, preferred_element_type=jnp.float32,
+        )  # fmt: skip
         scores *= scale
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
         if alibi_slopes is not None:
-            distance = key_position[:, None, :] - query_position[:, :, None]
+            distance = (key_position[:, None, :] - query_position[:, :, None]).astype(jnp.float32)
             slopes = alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group, 1)
             scores += slopes * distance[:, :, None, None, :]
         scores = jnp.where(sees, scores, -jnp.inf)
@@ -134,14 +138,13 @@ def paged_attention(
         new_top = jnp.maximum(new_top, top[of])
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
         weights = jnp.where(sees, jnp.exp(scores - safe_top[..., None]), 0)
-        values = keys_of(v_pool)
         pair_acc = jnp.einsum(
-            "nqkgs,nskd->nqkgd", weights.astype(values.dtype), values,
-            preferred_element_type=jnp.float32,
+            "nqkgs,nksd->nqkgd", weights.astype(product), v_pool[at].astype(product),
+            precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
+        pair_acc = jnp.where(is_pair[:, None, None, None, None], pair_acc, 0)
         together = is_same.astype(jnp.float32)
         faded = jnp.exp(top[of] - safe_top)
-        highest = jax.lax.Precision.HIGHEST
         new_total = total[of] * faded + jnp.einsum(
             "mn,nqkg->mqkg", together, jnp.sum(weights, axis=-1), precision=highest
         )

@@ -25,7 +25,7 @@ import numpy as np
 
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import ResultCode, sticky_bits
-from paged_kv_jax.plan import Plan, as_int32, build_plan
+from paged_kv_jax.plan import Plan, as_int32, build_plan, narrow
 
 
 @functools.partial(
@@ -315,6 +315,8 @@ def check_invariants(state: BlockState) -> list[str]:
         broken.append("a block is both free and referenced")
     if free_top + np.count_nonzero(references) != num_blocks:
         broken.append("a block is neither free nor referenced")
+    if np.any((lens < 0) | (count < 0) | (count > state.max_blocks_per_seq)):
+        broken.append("a sequence's length or block count is outside its range")
     columns = np.arange(state.max_blocks_per_seq)
     if not np.array_equal(table >= 0, columns < count[:, None]):
         broken.append("a row of the table does not hold blocks exactly in its first columns")
@@ -352,13 +354,15 @@ def _token_counts(
 ) -> tuple[jax.Array | int, int | None]:
     """`counts` as an int or as int32 of `shape`, and the static bound on it, if there is one."""
     if isinstance(counts, int | np.integer) and not isinstance(counts, bool):
+        if counts > jnp.iinfo(jnp.int32).max:
+            raise ValueError(f"{name}={counts} must be below 2^31")
         return int(counts), int(counts)
     array = jnp.asarray(counts)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {array.dtype}; it must be an int or an integer array")
     if array.shape not in ((), shape):
         raise ValueError(f"{name} has shape {array.shape}; it must have one entry per row: {shape}")
-    return jnp.broadcast_to(array, shape).astype(jnp.int32), bound
+    return jnp.broadcast_to(narrow(array), shape), bound
 
 
 def _grow(

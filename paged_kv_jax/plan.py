@@ -139,7 +139,9 @@ def ragged_plan(
     q_lens = jnp.where(live, wanted, 0)
     cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
-    rows = jnp.searchsorted(cu_q_lens[1:], tokens, side="right").astype(jnp.int32)
+    rows = jnp.searchsorted(cu_q_lens[1:], tokens, side="right", method="scan_unrolled").astype(
+        jnp.int32
+    )
     has_token = rows < num_rows
     rows = jnp.minimum(rows, num_rows - 1)
     positions = kv_lens[rows] - q_lens[rows] + tokens - cu_q_lens[rows]
@@ -246,6 +248,14 @@ def as_int32(name: str, value: jax.Array, ndim: int) -> jax.Array:
         raise TypeError(f"{name} has dtype {array.dtype}; it must be an integer array")
     if array.ndim != ndim:
         raise ValueError(f"{name} has shape {array.shape}; it must have {ndim} dimension(s)")
+    return narrow(array)
+
+
+def narrow(array: jax.Array) -> jax.Array:
+    """An integer array as int32; values past its ends stay at them, where they are out of range."""
+    info = jnp.iinfo(jnp.int32)
+    if jnp.iinfo(array.dtype).max > info.max:
+        array = jnp.clip(array, max(info.min, jnp.iinfo(array.dtype).min), info.max)
     return array.astype(jnp.int32)
 
 
