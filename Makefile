@@ -8,7 +8,14 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint types pytest clean
 
 demo: $(READY)
-	$(BIN)/paged-kv generate --demo
+	JAX_PLATFORMS=cpu $(BIN)/paged-kv generate --max-new-tokens 96 \
+	  "Name three primes." \
+	  "Why is the sky blue?" \
+	  "Write a short poem about a lighthouse keeper who counts the waves." \
+	  "A train leaves at nine in the morning and travels at eighty kilometres an hour; another leaves \
+	an hour later from the same station, on the same line, at one hundred and twenty kilometres an \
+	hour. Explain step by step when the second train catches up with the first, and how far from the \
+	station they are when it does."
 
 test: lint types pytest
 

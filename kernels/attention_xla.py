@@ -11,12 +11,14 @@ its pairs into a running float32 softmax per query tile (the "stream-K" partitio
 import jax
 import jax.numpy as jnp
 
-# Keys of one tile.
+# Keys of one tile; a larger block is a tile of its own.
 KEY_TILE = 128
 # Query tokens of one tile, at most.
 QUERY_TILE = 32
-# Pairs of one round: enough to fill vector units, few enough that a round's keys stay in cache.
-PAIRS_PER_ROUND = 32
+# Pairs of one round: on a CPU few enough that their keys and values stay in a core's cache between
+# the gather and the products, elsewhere enough to fill the machine.
+PAIRS_PER_ROUND_CPU = 8
+PAIRS_PER_ROUND = 64
 
 
 def paged_attention(
@@ -55,10 +57,12 @@ def paged_attention(
     num_rows, max_blocks = block_table.shape
     block_size, num_kv_heads = k_pool.shape[2:4]
     group = num_heads // num_kv_heads
-    product = jnp.promote_types(q.dtype, k_pool.dtype)
-    if jax.default_backend() == "cpu":  # no faster in 16 bits, and JAX 0.10 cannot there
-        product = jnp.dtype(jnp.float32)
+    is_cpu = jax.default_backend() == "cpu"
+    # Products of 16-bit operands where both are the same; CPUs would gain nothing from it.
+    product = q.dtype if q.dtype == k_pool.dtype and not is_cpu else jnp.dtype(jnp.float32)
     query_tile = min(QUERY_TILE, max_query_len)
+    tile_blocks = max(1, KEY_TILE // block_size)
+    key_tile = tile_blocks * block_size
 
     # Query tiles: row b has ceil(q_len / query_tile) of them, all rows together at most num_tiles.
     num_tiles = (num_tokens + num_rows * (query_tile - 1)) // query_tile
@@ -77,20 +81,18 @@ def paged_attention(
     queries = q.at[token].get(mode="fill", fill_value=0)
     queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim).astype(product)
 
-    # Keys that a query tile sees, the key tiles [first, last) they lie in, and those tiles' places in
-    # the list of pairs.
-    newest_key = jnp.max(position, axis=1)
-    oldest_key = jnp.zeros_like(newest_key)
+    # Key tiles [first, last) of each query tile, and their places in the list of pairs.
+    last = -(-(jnp.max(position, axis=1) + 1) // key_tile)
+    first = jnp.zeros_like(last)
     if sliding_window is not None:
-        oldest_query = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
-        oldest_key = jnp.maximum(oldest_query - sliding_window + 1, 0)
-    last = -(-(newest_key + 1) // KEY_TILE)
-    first = jnp.minimum(oldest_key // KEY_TILE, last)
-    newest_key = jnp.maximum(newest_key, 0)
+        oldest = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
+        first = jnp.minimum(jnp.maximum(oldest - sliding_window + 1, 0) // key_tile, last)
     cu_pairs = jnp.cumsum(last - first, dtype=jnp.int32)
     num_pairs = cu_pairs[-1]
-    pairs_per_round = min(PAIRS_PER_ROUND, num_tiles * -(-max_blocks * block_size // KEY_TILE))
-
+    pairs_per_round = min(
+        PAIRS_PER_ROUND_CPU if is_cpu else PAIRS_PER_ROUND,
+        num_tiles * -(-max_blocks // tile_blocks),
+    )
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
     highest = jax.lax.Precision.HIGHEST  # float32 products, where the default would be TF32
 
@@ -102,24 +104,28 @@ def paged_attention(
         of = jnp.minimum(of, num_tiles - 1)  # [pairs]: the query tile of each pair
         nth_tile = jnp.where(is_pair, last[of] - (cu_pairs[of] - pair), 0)
 
+        column = nth_tile[:, None] * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+        blocks = block_table[row[of][:, None], jnp.minimum(column, max_blocks - 1)]
+        is_block = (column < max_blocks) & (blocks >= 0)
+        key_position = nth_tile[:, None] * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
         query_position = jnp.where(is_pair[:, None], position[of], -1)
-        key_position = nth_tile[:, None] * KEY_TILE + jnp.arange(KEY_TILE, dtype=jnp.int32)
-        # Where a key tile reaches past what its queries see, the nearest key they do see is read
-        # instead: dead slots may hold NaN or Inf, which a weight of 0 would not silence.
-        seen_position = jnp.clip(key_position, oldest_key[of][:, None], newest_key[of][:, None])
-        blocks = block_table[row[of][:, None], seen_position // block_size]
         sees = key_position[:, None, :] <= query_position[:, :, None]  # [pairs, query, key]
         if sliding_window is not None:
             sees &= key_position[:, None, :] > query_position[:, :, None] - sliding_window
-        sees = (sees & (blocks >= 0)[:, None, :])[:, :, None, None, :]
+        sees &= jnp.repeat(is_block, block_size, axis=1)[:, None, :]
+        is_seen = jnp.any(sees, axis=1)[:, None, :, None]  # [pairs, K, key, D]
+        sees = sees[:, :, None, None, :]
 
-        # Gathered head by head, [pairs, K, key, D], which is how the products want it.
-        at = (layer, blocks[:, None, :], (seen_position % block_size)[:, None, :], heads[:, None])
+        def gather(pool: jax.Array) -> jax.Array:  # head by head, as the products want it
+            tiles = pool[layer, jnp.where(is_block, blocks, 0)[:, None, :], :, heads[:, None]]
+            return tiles.reshape(pairs_per_round, num_kv_heads, key_tile, head_dim).astype(product)
 
+        # Keys first: CPUs multiply many rows by few columns faster than few by many.
         scores = jnp.einsum(
-            "nqkgd,nksd->nqkgs", queries[of], k_pool[at].astype(product),
+            "nksd,nqkgd->nksqg", gather(k_pool), queries[of],
             precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
+        scores = scores.transpose(0, 3, 1, 4, 2)  # [pairs, query, K, G, key]
         scores *= scale
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
@@ -138,11 +144,12 @@ def paged_attention(
         new_top = jnp.maximum(new_top, top[of])
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
         weights = jnp.where(sees, jnp.exp(scores - safe_top[..., None]), 0)
+        # Unseen slots may hold NaN or Inf, which a weight of 0 would not silence.
+        values = jnp.where(is_seen, gather(v_pool), 0)
         pair_acc = jnp.einsum(
-            "nqkgs,nksd->nqkgd", weights.astype(product), v_pool[at].astype(product),
+            "nqkgs,nksd->nqkgd", weights.astype(product), values,
             precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
-        pair_acc = jnp.where(is_pair[:, None, None, None, None], pair_acc, 0)
         together = is_same.astype(jnp.float32)
         faded = jnp.exp(top[of] - safe_top)
         new_total = total[of] * faded + jnp.einsum(

@@ -445,7 +445,8 @@ def _release(state: BlockState, blocks: jax.Array) -> tuple[BlockState, jax.Arra
     last = jnp.where(is_last, blocks, num_blocks)
     tickets = ref_count.at[last].max(ticket, mode="drop")
     released = is_last & (tickets.at[blocks].get(mode="clip") == ticket)
-    ref_count = tickets.at[last].set(0, mode="drop")
+    # By `released`, not by `last`: what reads the tickets must come first, or XLA keeps a copy of them.
+    ref_count = tickets.at[jnp.where(released, blocks, num_blocks)].set(0, mode="drop")
     target = state.free_top + (jnp.cumsum(released, dtype=jnp.int32) - 1).reshape(blocks.shape)
     return dataclasses.replace(
         state,

@@ -66,8 +66,8 @@ def paged_attention(
       alibi_slopes: float [H]: adds `slope * (key position - query position)` to the logits (Press et
         al., 2021).
       return_lse: also return the log-sum-exp of each query's logits.
-      implementation: "xla" or "reference" (see the README's table); None picks the best
-        that supports the call.
+      implementation: "mosaic_gpu", "triton", "xla" or "reference" (see the README's table); None picks
+        the best that supports the call.
 
     Returns:
       [T, H, D] in q's dtype; with `return_lse` also float32 [T, H], natural log.

@@ -15,20 +15,24 @@ from absl import logging
 
 # Operation -> implementation -> module of paged_kv_jax.kernels, best first.
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "paged_attention": {"xla": "attention_xla", "reference": "attention_reference"},
-    "write": {"xla": "write_xla"},
-    "copy_blocks": {"xla": "write_xla"},
+    "paged_attention": {
+        "mosaic_gpu": "decode_mosaic_gpu",
+        "triton": "triton",
+        "xla": "attention_xla",
+        "reference": "attention_reference",
+    },
+    "write": {"mosaic_gpu": "write_mosaic_gpu", "triton": "triton", "xla": "write_xla"},
+    "copy_blocks": {"mosaic_gpu": "copy_mosaic_gpu", "xla": "write_xla"},
 }
+# These serve every call on every platform.
+_EVERYWHERE = ("xla", "reference")
 
 
 def compute_capability() -> float | None:
-    """CUDA compute capability of the device that computations run on by default; None if no GPU."""
-    device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
-    if getattr(device, "platform", None) != "gpu":
-        return None
+    """CUDA compute capability of JAX's default device; None if that is no NVIDIA GPU."""
     try:
-        return float(device.compute_capability)
-    except (AttributeError, ValueError):  # a GPU that is not NVIDIA's
+        return float(_default_device().compute_capability)
+    except (AttributeError, ValueError):
         return None
 
 
@@ -43,10 +47,13 @@ def unsupported_reason(operation: str, name: str, *args: Any, **options: Any) ->
         raise ValueError(
             f"implementation={name!r} is not one of {', '.join(map(repr, modules))} for {operation}"
         )
-    check = getattr(_module(modules[name]), f"{operation}_unsupported_reason", None)
-    if check is None:  # XLA's and the reference's serve every call
+    if name in _EVERYWHERE:
         return None
-    return check(*args, **options, compute_capability=compute_capability())
+    capability = compute_capability()
+    if capability is None:  # said here, so that nobody without a GPU imports its kernels
+        return f"{name} needs an NVIDIA GPU, and JAX's default device is {_default_device()}"
+    check = getattr(_module(modules[name]), f"{operation}_unsupported_reason")
+    return check(*args, **options, compute_capability=capability)
 
 
 def choose(
@@ -77,6 +84,11 @@ def choose(
             return getattr(_module(module), operation)
         passed_over.append(f"{candidate}: {reason}")
     raise NotImplementedError(f"no implementation of {operation} serves this call: {passed_over}")
+
+
+def _default_device() -> Any:
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
 def _module(name: str) -> Any:

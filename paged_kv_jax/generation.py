@@ -9,9 +9,10 @@ import enum
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 
@@ -158,23 +159,25 @@ def generate(
     stop = jnp.asarray(tuple(stop_tokens), jnp.int32)
     prompt_lens = [len(prompt) for prompt in prompts]
     prefill_tokens = min(prefill_tokens, sum(prompt_lens))
-    chunks = list(_prefill_chunks(prompts, prefill_tokens))
-    batch = _start(len(prompts), config, max_new_tokens, seed)
+    # A prompt that no pool of this size could hold is refused before it takes room from others.
+    never_fits = [config.blocks_for(n) > config.num_blocks or n > config.max_seq_len
+                  for n in prompt_lens]  # fmt: skip
 
-    clock = time.perf_counter()
-    prefill = prefill_chunk.lower(model, batch, *chunks[0], stop, sampling=sampling).compile()
-    decode = decode_loop.lower(model, batch, steps_per_loop, stop, sampling=sampling).compile()
-    compile_time, clock = _lap(clock)
-
+    batch = _start(config, never_fits, max_new_tokens, seed)
     stream = _Stream(len(prompts), stop_tokens, on_tokens, on_finish)
-    for chunk in chunks:
-        batch = prefill(model, batch, *chunk, stop)
-    stream.update(batch)
-    prefill_time, clock = _lap(clock)
-    while bool(jnp.any(batch.finish == Finish.RUNNING)):
-        batch = decode(model, batch, steps_per_loop, stop)
+    with _CompileTime() as compile_time:
+        start = time.perf_counter()
+        for chunk in _prefill_chunks(prompts, prefill_tokens):
+            batch = prefill_chunk(model, batch, *chunk, stop, sampling=sampling)
         stream.update(batch)
-    decode_time, clock = _lap(clock)
+        prefill_time = time.perf_counter() - start - compile_time.seconds
+        # No step yet: this compiles the loop, so that its time stays out of decoding's.
+        batch = jax.block_until_ready(decode_loop(model, batch, 0, stop, sampling=sampling))
+    start = time.perf_counter()
+    while bool(jnp.any(batch.finish == Finish.RUNNING)):
+        batch = decode_loop(model, batch, steps_per_loop, stop, sampling=sampling)
+        stream.update(batch)
+    decode_time = time.perf_counter() - start
 
     # Out of blocks is told per prompt; anything else in the sticky word is a fault.
     starved = ResultCode.OUT_OF_BLOCKS.bit | ResultCode.SEQ_TOO_LONG.bit
@@ -185,7 +188,7 @@ def generate(
         finish=[Finish(code) for code in np.asarray(batch.finish)],
         peak_blocks=int(batch.peak_blocks),
         blocks_needed=blocks_needed(prompt_lens, max_new_tokens, config.block_size),
-        timing=Timing(compile=compile_time, prefill=prefill_time, decode=decode_time),
+        timing=Timing(compile=compile_time.seconds, prefill=prefill_time, decode=decode_time),
     )
 
 
@@ -282,7 +285,7 @@ def _choose(
     token = sample(logits, batch.keys, batch.num_outputs, sampling)
     column = jnp.where(chooses, batch.num_outputs, max_new_tokens)
     outputs = batch.outputs.at[jnp.arange(num_rows), column].set(token, mode="drop")
-    num_outputs = batch.num_outputs + chooses
+    num_outputs = batch.num_outputs + chooses.astype(jnp.int32)
     stops = chooses & jnp.any(token[:, None] == stop, axis=1)
     is_full = chooses & (num_outputs >= max_new_tokens)
     finish = jnp.where(is_full, Finish.LENGTH, batch.finish)
@@ -314,7 +317,10 @@ def _pack(tokens: jax.Array, q_lens: jax.Array, keeps: jax.Array) -> tuple[jax.A
     return packed, jnp.where(keeps, q_lens, 0)
 
 
-def _start(num_rows: int, config: KVCacheConfig, max_new_tokens: int, seed: int) -> Batch:
+def _start(
+    config: KVCacheConfig, never_fits: Sequence[bool], max_new_tokens: int, seed: int
+) -> Batch:
+    num_rows = len(never_fits)
     indices = jnp.arange(num_rows, dtype=jnp.int32)
     return Batch(
         cache=PagedKVCache.create(config),
@@ -322,7 +328,9 @@ def _start(num_rows: int, config: KVCacheConfig, max_new_tokens: int, seed: int)
         last_token=jnp.zeros(num_rows, jnp.int32),
         outputs=jnp.zeros((num_rows, max_new_tokens), jnp.int32),
         num_outputs=jnp.zeros(num_rows, jnp.int32),
-        finish=jnp.full(num_rows, Finish.RUNNING, jnp.int32),
+        finish=jnp.where(jnp.asarray(never_fits), Finish.OUT_OF_BLOCKS, Finish.RUNNING).astype(
+            jnp.int32
+        ),
         keys=jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(indices),
         peak_blocks=jnp.int32(0),
     )
@@ -380,9 +388,31 @@ def _visible(tokens: list[int], stop_tokens: Sequence[int]) -> list[int]:
     return tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
 
 
-def _lap(since: float) -> tuple[float, float]:
-    now = time.perf_counter()
-    return now - since, now
+class _CompileTime:
+    """Within a `with` block, the seconds that JAX spent tracing, lowering and compiling so far."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    def __enter__(self) -> Self:
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._note)
+
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            now = time.perf_counter()
+            self._spans.append((now - duration_secs, now))
+
+    @property
+    def seconds(self) -> float:
+        total, end = 0.0, float("-inf")
+        for start, stop in sorted(self._spans):  # spans nest: tracing traces inner functions
+            total += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return total
 
 
 def _check_prompts(

@@ -4,15 +4,18 @@
 * `attention(case, **options)` is the meaning of paged attention, in float64.
 * `dense_rounded(case, **options)` is an ordinary dense computation with a float32 softmax, rounded to
   the output type; `assert_rounds_well` holds an implementation to a small multiple of its error.
+* `run(case, implementation, **options)` is the code under test, compiled.
 * `AllocatorModel` is the allocator as lists and dicts.
 
-Nothing here calls the code under test (`Case.plan` fills the `Plan` dataclass by hand).
+But for `run`, nothing here calls the code under test (`Case.plan` fills the `Plan` dataclass by hand).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -168,6 +171,35 @@ def random_options(rng: np.random.Generator, num_heads: int, *names: str) -> dic
         alibi_slopes=(0.5 * rng.random(num_heads)).astype(np.float32),
     )
     return {name: values[name] for name in names}
+
+
+def run(case: Case, implementation: str | None, **options) -> tuple[np.ndarray, np.ndarray]:
+    """`pkv.paged_attention` on the case, compiled: out [T, H, D] in q's dtype, LSE float32 [T, H]."""
+    arrays = {name: jnp.asarray(x) for name, x in options.items() if isinstance(x, np.ndarray)}
+    static = {name: value for name, value in options.items() if name not in arrays}
+    attend = _compiled(implementation, **static)
+    out, lse = attend(jnp.asarray(case.q), case.pool, jnp.int32(case.layer), case.plan(), arrays)
+    assert out.dtype == case.q.dtype
+    assert lse.dtype == jnp.float32
+    return np.asarray(out), np.asarray(lse)
+
+
+@functools.cache
+def _compiled(implementation: str | None, **options):
+    @jax.jit
+    def attend(q, pool, layer, plan, arrays):
+        return pkv.paged_attention(
+            q,
+            pool,
+            layer,
+            plan,
+            **options,
+            **arrays,
+            return_lse=True,
+            implementation=implementation,
+        )
+
+    return attend
 
 
 def slot(case: Case, row: int, position: int) -> int:
