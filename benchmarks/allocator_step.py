@@ -73,7 +73,7 @@ def run(state: pkv.BlockState, *, num_rows: int) -> tuple[pkv.BlockState, jax.Ar
 def seconds_per_step(num_rows: int) -> dict[int, float]:
     """num_blocks -> seconds."""
     states = {num_blocks: pkv.init(config_of(num_blocks, num_rows)) for num_blocks in POOLS}
-    best = dict.fromkeys(POOLS, float("inf"))
+    best: dict[int, float] = dict.fromkeys(POOLS, float("inf"))
     for _ in range(ROUNDS + 1):  # the first round compiles
         for num_blocks in POOLS:
             jax.block_until_ready(states[num_blocks])
