@@ -17,7 +17,7 @@ KEY_TILE = 128
 QUERY_TILE = 32
 # Pairs of one round: on a CPU few enough that their keys and values stay in a core's cache between
 # the gather and the products, elsewhere enough to fill the machine.
-PAIRS_PER_ROUND_CPU = 8
+PAIRS_PER_ROUND_CPU = 16
 PAIRS_PER_ROUND = 64
 
 
@@ -67,26 +67,29 @@ def paged_attention(
     # Query tiles: row b has ceil(q_len / query_tile) of them, all rows together at most num_tiles.
     num_tiles = (num_tokens + num_rows * (query_tile - 1)) // query_tile
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    cu_tiles = jnp.cumsum(-(-q_lens // query_tile), dtype=jnp.int32)
+    row_tiles = -(-q_lens // query_tile)
+    cu_tiles = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    first_tile = cu_tiles - row_tiles
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     row = jnp.searchsorted(cu_tiles, tile, side="right", method="compare_all").astype(jnp.int32)
     is_tile = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
-    tile_of_row = tile - (cu_tiles[row] - -(-q_lens[row] // query_tile))
-    token = tile_of_row[:, None] * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
+    token = (tile - first_tile[row])[:, None] * query_tile
+    token += jnp.arange(query_tile, dtype=jnp.int32)
     is_token = is_tile[:, None] & (token < q_lens[row][:, None])  # [tiles, query_tile]
     position = jnp.where(is_token, (kv_lens - q_lens)[row][:, None] + token, -1)
-    # Places without a token lie past the end: they read zeros and their results are dropped.
+    # Places without a token lie past the end and read zeros.
     token = jnp.where(is_token, cu_q_lens[row][:, None] + token, num_tokens)
     queries = q.at[token].get(mode="fill", fill_value=0)
     queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim).astype(product)
 
-    # Key tiles [first, last) of each query tile, and their places in the list of pairs.
+    # Key tiles [first, last) of each query tile, one at least, and their places in the list of pairs.
     last = -(-(jnp.max(position, axis=1) + 1) // key_tile)
     first = jnp.zeros_like(last)
     if sliding_window is not None:
         oldest = jnp.min(jnp.where(is_token, position, jnp.iinfo(jnp.int32).max), axis=1)
         first = jnp.minimum(jnp.maximum(oldest - sliding_window + 1, 0) // key_tile, last)
+    last = jnp.where(is_tile, jnp.maximum(last, first + 1), first)
     cu_pairs = jnp.cumsum(last - first, dtype=jnp.int32)
     num_pairs = cu_pairs[-1]
     pairs_per_round = min(
@@ -113,11 +116,13 @@ def paged_attention(
         if sliding_window is not None:
             sees &= key_position[:, None, :] > query_position[:, :, None] - sliding_window
         sees &= jnp.repeat(is_block, block_size, axis=1)[:, None, :]
+        # Worked out once: fused into what follows, they would be again for each element there.
+        blocks, sees = jax.lax.optimization_barrier((jnp.where(is_block, blocks, 0), sees))
         is_seen = jnp.any(sees, axis=1)[:, None, :, None]  # [pairs, K, key, D]
         sees = sees[:, :, None, None, :]
 
         def gather(pool: jax.Array) -> jax.Array:  # head by head, as the products want it
-            tiles = pool[layer, jnp.where(is_block, blocks, 0)[:, None, :], :, heads[:, None]]
+            tiles = pool[layer, blocks[:, None, :], :, heads[:, None]]
             return tiles.reshape(pairs_per_round, num_kv_heads, key_tile, head_dim).astype(product)
 
         # Keys first: CPUs multiply many rows by few columns faster than few by many.
@@ -135,55 +140,62 @@ def paged_attention(
             scores += slopes * distance[:, :, None, None, :]
         scores = jnp.where(sees, scores, -jnp.inf)
 
-        # Pairs of one query tile in this round meet first, then what the tile had before; the last
-        # of them writes the result, so that no two writes meet.
-        is_same = of[:, None] == of[None, :]
-        is_last = is_pair & ((pair + 1 == cu_pairs[of]) | (pair + 1 == start + pairs_per_round))
+        # The round's pairs belong to consecutive query tiles, as each tile has a pair: those from
+        # of[0] on, at most as many as there are pairs. What they have so far is read and written as
+        # one slice, since scatters are slow.
+        nth = of - of[0]
+        joins = is_pair & (nth == jnp.arange(pairs_per_round, dtype=jnp.int32)[:, None])
+        old_top, old_total, old_acc = (
+            jax.lax.dynamic_slice_in_dim(so_far, of[0], pairs_per_round)
+            for so_far in (top, total, acc)
+        )
         pair_top = jnp.max(scores, axis=-1)  # [pairs, query, K, G]
-        new_top = jnp.max(jnp.where(is_same[:, :, None, None, None], pair_top, -jnp.inf), axis=1)
-        new_top = jnp.maximum(new_top, top[of])
+        new_top = jnp.max(jnp.where(joins[:, :, None, None, None], pair_top, -jnp.inf), axis=1)
+        new_top = jnp.maximum(new_top, old_top)
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
-        weights = jnp.where(sees, jnp.exp(scores - safe_top[..., None]), 0)
+        weights = jnp.where(sees, jnp.exp(scores - safe_top[nth][..., None]), 0)
         # Unseen slots may hold NaN or Inf, which a weight of 0 would not silence.
         values = jnp.where(is_seen, gather(v_pool), 0)
         pair_acc = jnp.einsum(
             "nqkgs,nksd->nqkgd", weights.astype(product), values,
             precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
-        together = is_same.astype(jnp.float32)
-        faded = jnp.exp(top[of] - safe_top)
-        new_total = total[of] * faded + jnp.einsum(
-            "mn,nqkg->mqkg", together, jnp.sum(weights, axis=-1), precision=highest
+        joins = joins.astype(jnp.float32)
+        faded = jnp.exp(old_top - safe_top)
+        new_total = old_total * faded + jnp.einsum(
+            "mn,nqkg->mqkg", joins, jnp.sum(weights, axis=-1), precision=highest
         )
-        new_acc = acc[of] * faded[..., None] + jnp.einsum(
-            "mn,nqkgd->mqkgd", together, pair_acc, precision=highest
+        new_acc = old_acc * faded[..., None] + jnp.einsum(
+            "mn,nqkgd->mqkgd", joins, pair_acc, precision=highest
         )
-        into = jnp.where(is_last, of, num_tiles)
         return (
             start + pairs_per_round,
-            top.at[into].set(new_top, mode="drop"),
-            total.at[into].set(new_total, mode="drop"),
-            acc.at[into].set(new_acc, mode="drop"),
+            *(
+                jax.lax.dynamic_update_slice_in_dim(so_far, new, of[0], axis=0)
+                for so_far, new in ((top, new_top), (total, new_total), (acc, new_acc))
+            ),
         )
 
-    per_head = (num_tiles, query_tile, num_kv_heads, group)
+    # Longer by a round than there are tiles, so that a round's slice never passes the end.
+    per_head = (num_tiles + pairs_per_round, query_tile, num_kv_heads, group)
     top = jnp.full(per_head, -jnp.inf, jnp.float32)
     total = jnp.zeros(per_head, jnp.float32)
     if sinks is not None:  # a key with a logit of its own and no value
         sink = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
-        top = jnp.where(is_token[:, :, None, None], sink, top)
-        total = jnp.where(is_token[:, :, None, None], jnp.ones_like(total), total)
+        top, total = jnp.broadcast_to(sink, per_head), jnp.ones_like(total)
     _, top, total, acc = jax.lax.while_loop(
         lambda carry: carry[0] < num_pairs,
         fold_round,
         (jnp.int32(0), top, total, jnp.zeros((*per_head, head_dim), jnp.float32)),
     )
-    out = acc / jnp.where(total > 0, total, 1)[..., None]
-    lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)
-
-    out = out.reshape(num_tiles, query_tile, num_heads, head_dim).astype(q.dtype)
-    lse = lse.reshape(num_tiles, query_tile, num_heads)
-    return (
-        jnp.zeros_like(q).at[token].set(out, mode="drop"),
-        jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32).at[token].set(lse, mode="drop"),
-    )
+    # Each token's place among the tiles; what was computed for places without a token is left there.
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(cu_q_lens[1:], token, side="right", method="compare_all")
+    is_token = row < num_rows
+    row = jnp.minimum(row, num_rows - 1)
+    nth_token = token - cu_q_lens[row]
+    at = (jnp.where(is_token, first_tile[row] + nth_token // query_tile, 0), nth_token % query_tile)
+    top, total = (x[at].reshape(num_tokens, num_heads) for x in (top, total))
+    out = acc[at].reshape(q.shape) / jnp.where(total > 0, total, 1)[..., None]
+    lse = jnp.where(is_token[:, None] & (total > 0), top + jnp.log(total), -jnp.inf)
+    return jnp.where(is_token[:, None, None], out, 0).astype(q.dtype), lse

@@ -456,6 +456,7 @@ def corrupted(**changes) -> pkv.BlockState:
         ({"seq_lens": lambda lens: lens.at[0].set(4)}, "differs from what seq_lens need"),
         ({"seq_lens": lambda lens: lens.at[0].set(9)}, "differs from what seq_lens need"),
         ({"seq_lens": lambda lens: lens.at[3].set(1)}, "differs from what seq_lens need"),
+        ({"seq_lens": lambda lens: lens.at[3].set(-3)}, "outside its range"),
     ],
 )
 def test_check_invariants_finds_what_was_corrupted_by_hand(changes: dict, message: str):
@@ -486,3 +487,16 @@ def test_ids_and_counts_of_the_wrong_shape_are_refused_by_name():
         pkv.append(state, ids(0, 1), ids(1, 2, 3))
     with pytest.raises(TypeError, match="token count has dtype float32"):
         pkv.append(state, ids(0, 1), jnp.ones(2))
+
+
+def test_unsigned_and_64_bit_values_never_wrap_into_valid_ones():
+    state = started(3)
+    _, result = append(state, jnp.array([2**32 - 1], jnp.uint32), 1)  # as int32 it would be -1
+    assert result.tolist() == [-2]
+    _, result = append(state, ids(0), jnp.array([2**32 - 1], jnp.uint32))
+    assert result.tolist() == [-3]
+    with jax.enable_x64(True):
+        _, result = pkv.append(state, jnp.array([2**32]), jnp.array([1]))
+        assert result.tolist() == [-2]
+        _, result = pkv.append(state, ids(0), jnp.array([2**32 + 1]))
+        assert result.tolist() == [-3]
