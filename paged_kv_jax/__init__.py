@@ -29,8 +29,10 @@ from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
 from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
+from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
 
 __all__ = [
+    "BlockCopies",
     "BlockState",
     "KVCacheConfig",
     "KVPool",
@@ -47,6 +49,7 @@ __all__ = [
     "check_invariants",
     "clear_errors",
     "copy_blocks",
+    "fork",
     "free",
     "init",
     "init_pool",
@@ -54,8 +57,10 @@ __all__ = [
     "paged_attention",
     "plan_from_tables",
     "raise_if_failed",
+    "release_before",
     "stats",
     "supports",
+    "truncate",
     "write",
     "write_prefill",
     "write_token",

@@ -41,14 +41,17 @@ class BlockState:
 
     Always holds (`check_invariants` tests it):
       * every block is either on the free list, once, or referenced, never both;
-      * `ref_count[n]` is the number of block-table entries that hold block n;
-      * row s of the table holds blocks in columns [0, seq_block_count[s]) and -1 beyond;
-      * `seq_block_count[s]` blocks are exactly what `seq_lens[s]` tokens need.
+      * `ref_count[n]` is the number of block-table entries that hold block n, and one more where a
+        `PrefixIndex` holds it;
+      * row s of the table holds blocks in columns [0, seq_block_count[s]) and -1 beyond; the first
+        of those columns are -1 too where `release_before` gave their blocks back;
+      * `seq_block_count[s]` columns are exactly what `seq_lens[s]` tokens need;
+      * a block that a sequence may still write into, its partly filled tail, has one reference.
 
     Attributes:
       block_table: int32 [S, M], blocks of each sequence in order; -1 for "no block".
       seq_lens: int32 [S], tokens of each sequence; 0 for a sequence that is not live.
-      seq_block_count: int32 [S], blocks of each sequence.
+      seq_block_count: int32 [S], columns of the table that each sequence uses; 0 if it is not live.
       free_list: int32 [N], a stack; entries [0, free_top) are the free blocks.
       free_top: int32 [], number of free blocks.
       ref_count: int32 [N], references to each block.
@@ -261,24 +264,28 @@ class Stats(NamedTuple):
     used_blocks: jax.Array
     live_seqs: jax.Array
     tokens: jax.Array
+    """Lengths of all sequences; a token that several sequences share counts for each."""
     wasted_slots: jax.Array
     """Slots of used blocks that hold no token: the tails."""
     utilisation: jax.Array
-    """Tokens over the slots of used blocks; 1 where no block is used."""
+    """Filled slots over the slots of used blocks; 1 where no block is used."""
 
 
 def stats(state: BlockState) -> Stats:
     """How many blocks are free and used, and how well the used ones are filled. Jittable."""
     used = state.num_blocks - state.free_top
-    tokens = jnp.sum(state.seq_lens, dtype=jnp.int32)
     slots = used * state.block_size
+    # Blocks that are shared, or that only an index holds, are full: what is empty is in the tails.
+    capacity = state.seq_block_count * state.block_size
+    wasted = jnp.sum(capacity - state.seq_lens, dtype=jnp.int32)
+    filled = (slots - wasted) / jnp.maximum(slots, 1)
     return Stats(
         free_blocks=state.free_top,
         used_blocks=used,
         live_seqs=jnp.sum(state.seq_lens > 0, dtype=jnp.int32),
-        tokens=tokens,
-        wasted_slots=slots - tokens,
-        utilisation=jnp.where(used > 0, tokens / jnp.maximum(slots, 1), 1.0).astype(jnp.float32),
+        tokens=jnp.sum(state.seq_lens, dtype=jnp.int32),
+        wasted_slots=wasted,
+        utilisation=jnp.where(used > 0, filled, 1.0).astype(jnp.float32),
     )
 
 
@@ -287,10 +294,14 @@ def clear_errors(state: BlockState) -> BlockState:
     return dataclasses.replace(state, errors=jnp.zeros_like(state.errors))
 
 
-def check_invariants(state: BlockState) -> list[str]:
+def check_invariants(state: BlockState, held: jax.Array | None = None) -> list[str]:
     """Which invariants of `BlockState` are broken, in words; empty if none. For the host only.
 
     O(N + S * M): for tests, notebooks and debugging, not for a step.
+
+    Args:
+      state: the allocator's state.
+      held: bool [N], the blocks that a `PrefixIndex` holds (`index.is_held`), where there is one.
     """
     table, lens, count, free_list, ref_count = (
         np.asarray(getattr(state, name))
@@ -308,9 +319,11 @@ def check_invariants(state: BlockState) -> list[str]:
     if len(np.unique(free_blocks)) != free_top:
         broken.append("a block stands on the free list twice")
     references = np.bincount(table[table >= 0], minlength=num_blocks)
+    if held is not None:
+        references = references + np.asarray(held)
     if not np.array_equal(references, ref_count):
         wrong = np.flatnonzero(references != ref_count)
-        broken.append(f"ref_count differs from the table's references for blocks {wrong[:8]}")
+        broken.append(f"ref_count differs from the references there are for blocks {wrong[:8]}")
     if np.any(references[free_blocks] > 0):
         broken.append("a block is both free and referenced")
     if free_top + np.count_nonzero(references) != num_blocks:
@@ -318,10 +331,19 @@ def check_invariants(state: BlockState) -> list[str]:
     if np.any((lens < 0) | (count < 0) | (count > state.max_blocks_per_seq)):
         broken.append("a sequence's length or block count is outside its range")
     columns = np.arange(state.max_blocks_per_seq)
-    if not np.array_equal(table >= 0, columns < count[:, None]):
-        broken.append("a row of the table does not hold blocks exactly in its first columns")
+    released = count - np.count_nonzero(table >= 0, axis=1)
+    in_use = (columns >= released[:, None]) & (columns < count[:, None])
+    if not np.array_equal(table >= 0, in_use):
+        broken.append(
+            "a row of the table does not hold blocks exactly in its first columns, but for released ones"
+        )
     if not np.array_equal(count, -(-lens // state.block_size)):
         broken.append("seq_block_count differs from what seq_lens need")
+    writable = np.flatnonzero(lens % state.block_size)
+    tail_column = np.clip(lens[writable] // state.block_size, 0, state.max_blocks_per_seq - 1)
+    tails = table[writable, tail_column]
+    if np.any(tails < 0) or np.any(ref_count[tails] != 1):
+        broken.append("a partly filled tail block is missing, or has more than one reference")
     return broken
 
 
@@ -375,11 +397,7 @@ def _grow(
 ) -> tuple[BlockState, jax.Array]:
     rows = _resolve(state, seq_ids, must_be_live=must_be_live)
     counts, bound = _token_counts("the token count", counts, rows.code.shape, max_new_tokens)
-    block_size, max_blocks, num_blocks = (
-        state.block_size,
-        state.max_blocks_per_seq,
-        state.num_blocks,
-    )
+    block_size, max_blocks = state.block_size, state.max_blocks_per_seq
     max_grant = max_blocks
     is_bad_count = jnp.asarray(counts) < 0
     if bound is not None:
@@ -396,32 +414,57 @@ def _grow(
     added = jnp.where(served, counts, 0)
     needed = jnp.where(served, -(-(seq_len + added) // block_size) - owned, 0)
 
-    # Rows take from the stack in order. The running total only grows, so that from the first row
-    # that does not fit on, no row that needs a block fits: what is granted is a prefix.
-    total = jnp.cumsum(needed, dtype=jnp.int32)
-    fits = (needed == 0) | (total <= state.free_top)
+    state, blocks, fits = _take(state, needed, max_grant)
     code = jnp.where(served & ~fits, ResultCode.OUT_OF_BLOCKS, code)
     served &= fits
     granted = jnp.where(served, needed, 0)
-    nth = jnp.arange(max_grant, dtype=jnp.int32)
-    takes = nth < granted[:, None]  # [B, max_grant]
-    source = state.free_top - 1 - ((total - needed)[:, None] + nth)
-    blocks = state.free_list[jnp.where(takes, source, 0)]
 
     grown = jnp.where(served, rows.safe_ids, state.max_seqs)
     result = jnp.where(rows.is_active & (code < 0), code, granted).astype(jnp.int32)
     state = dataclasses.replace(
         state,
         block_table=state.block_table.at[
-            jnp.where(takes, rows.safe_ids[:, None], state.max_seqs), owned[:, None] + nth
+            jnp.where(blocks >= 0, rows.safe_ids[:, None], state.max_seqs),
+            owned[:, None] + jnp.arange(max_grant, dtype=jnp.int32),
         ].set(blocks, mode="drop"),
         seq_lens=state.seq_lens.at[grown].add(added, mode="drop"),
         seq_block_count=state.seq_block_count.at[grown].add(granted, mode="drop"),
-        free_top=state.free_top - jnp.sum(granted, dtype=jnp.int32),
-        ref_count=state.ref_count.at[jnp.where(takes, blocks, num_blocks)].set(1, mode="drop"),
         errors=state.errors | sticky_bits(result),
     )
     return state, result
+
+
+def _take(
+    state: BlockState, needed: jax.Array, max_grant: int
+) -> tuple[BlockState, jax.Array, jax.Array]:
+    """Take `needed` blocks for each row off the free list, rows in order, all or nothing per row.
+
+    Args:
+      state: the allocator's state.
+      needed: int32 [B], in [0, max_grant].
+      max_grant: the most blocks one row may need (static).
+
+    Returns:
+      The state with `free_top` and `ref_count` new; int32 [B, max_grant], the blocks each row got,
+      -1 beyond them; bool [B], the rows that need nothing or got what they need.
+    """
+    # The running total only grows, so that from the first row that does not fit on, no row that
+    # needs a block fits: what is granted is a prefix.
+    total = jnp.cumsum(needed, dtype=jnp.int32)
+    fits = (needed == 0) | (total <= state.free_top)
+    granted = jnp.where(fits, needed, 0)
+    nth = jnp.arange(max_grant, dtype=jnp.int32)
+    takes = nth < granted[:, None]  # [B, max_grant]
+    source = state.free_top - 1 - ((total - needed)[:, None] + nth)
+    blocks = jnp.where(takes, state.free_list[jnp.where(takes, source, 0)], -1)
+    state = dataclasses.replace(
+        state,
+        free_top=state.free_top - jnp.sum(granted, dtype=jnp.int32),
+        ref_count=state.ref_count.at[jnp.where(takes, blocks, state.num_blocks)].set(
+            1, mode="drop"
+        ),
+    )
+    return state, blocks, fits
 
 
 def _release(state: BlockState, blocks: jax.Array) -> tuple[BlockState, jax.Array]:

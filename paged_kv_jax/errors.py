@@ -40,7 +40,8 @@ _REMEDIES = {
     ),
     ResultCode.INVALID_SEQ: (
         "a seq_id was outside [0, max_seqs), or named a sequence that holds no blocks where a live "
-        "one is needed: pass -1 for padding rows, and allocate before append"
+        "one is needed, or a live child of a fork: pass -1 for padding rows, allocate before append, "
+        "and free an id before it becomes a child"
     ),
     ResultCode.SEQ_TOO_LONG: (
         "a row would have passed max_blocks_per_seq blocks: raise max_blocks_per_seq or stop earlier"
@@ -48,7 +49,10 @@ _REMEDIES = {
     ResultCode.DUPLICATE_SEQ: (
         "a seq_id stood in more than one row of a call: give each sequence one row"
     ),
-    ResultCode.INVALID_COUNT: ("a token count was negative or above the call's max_new_tokens"),
+    ResultCode.INVALID_COUNT: (
+        "a token count was negative or above the call's max_new_tokens, or a length or position was "
+        "outside what the sequence still holds"
+    ),
     ResultCode.PLAN_OVERFLOW: (
         "a row's query tokens did not fit the plan (num_tokens, max_query_len, or its own kv length "
         "and table): the row was left out; raise num_tokens or max_query_len, or plan fewer rows"
