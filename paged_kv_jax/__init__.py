@@ -29,6 +29,18 @@ from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
 from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
+from paged_kv_jax.prefix import (
+    PrefixStats,
+    admit,
+    check_index,
+    commit,
+    evict,
+    forget,
+    make_room,
+    match_prefix,
+    prefix_stats,
+)
+from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
 from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
 
 __all__ = [
@@ -39,23 +51,34 @@ __all__ = [
     "PagedKVCache",
     "PagedKVError",
     "Plan",
+    "PrefixIndex",
+    "PrefixStats",
     "ResultCode",
     "Stats",
     "__version__",
+    "admit",
     "allocate",
     "append",
     "block_count",
     "block_offset",
+    "check_index",
     "check_invariants",
     "clear_errors",
+    "commit",
     "copy_blocks",
+    "evict",
+    "forget",
     "fork",
     "free",
     "init",
     "init_pool",
+    "init_prefix_index",
     "make_plan",
+    "make_room",
+    "match_prefix",
     "paged_attention",
     "plan_from_tables",
+    "prefix_stats",
     "raise_if_failed",
     "release_before",
     "stats",
