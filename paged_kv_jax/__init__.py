@@ -25,6 +25,7 @@ from paged_kv_jax.allocator import (
 )
 from paged_kv_jax.attention import paged_attention, supports
 from paged_kv_jax.cache import PagedKVCache
+from paged_kv_jax.compact import compact, resize
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
 from paged_kv_jax.plan import Plan, plan_from_tables
@@ -42,10 +43,13 @@ from paged_kv_jax.prefix import (
 )
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
 from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
+from paged_kv_jax.swap import HostPool, HostSequence, swap_in, swap_out
 
 __all__ = [
     "BlockCopies",
     "BlockState",
+    "HostPool",
+    "HostSequence",
     "KVCacheConfig",
     "KVPool",
     "PagedKVCache",
@@ -65,6 +69,7 @@ __all__ = [
     "check_invariants",
     "clear_errors",
     "commit",
+    "compact",
     "copy_blocks",
     "evict",
     "forget",
@@ -81,8 +86,11 @@ __all__ = [
     "prefix_stats",
     "raise_if_failed",
     "release_before",
+    "resize",
     "stats",
     "supports",
+    "swap_in",
+    "swap_out",
     "truncate",
     "write",
     "write_prefill",

@@ -174,8 +174,11 @@ def commit(
     known, found = walk(index, tokens, hashes, salt, full)
     own = state.block_table[rows.safe_ids, :num_columns]  # [B, M]
     column = jnp.arange(num_columns, dtype=jnp.int32)
-    is_new = (column >= found[:, None]) & (column < full[:, None]) & (own >= 0)
+    # New are the columns after those known, as far as each has a block that is not held elsewhere.
+    is_known = column < found[:, None]
+    is_new = ~is_known & (column < full[:, None]) & (own >= 0)
     is_new &= index.slot[jnp.maximum(own, 0)] < 0
+    is_new &= jnp.cumsum(~is_known & ~is_new, axis=1, dtype=jnp.int32) == 0
     # A block that several rows share is put there by the first of them: each writes a number that is
     # the higher the earlier its row, and the highest stays.
     num_blocks = index.num_blocks
@@ -199,14 +202,12 @@ def commit(
         salt=jnp.broadcast_to(salt[:, None], own.shape), depth=jnp.broadcast_to(column, own.shape),
     )  # fmt: skip
     table, entry, at = place(index, own, hashes, is_owner, is_new & ~is_owner)
-    chain = jnp.where(column < found[:, None], known, entry)
+    chain = jnp.where(is_known, known, entry)
     is_winner = is_owner & (entry == own)
     index = record(index, is_winner, parent=previous(chain))
 
     # What was found under an equal hash must be equal, and so must all before it.
-    is_right = (column < found[:, None]) | (
-        is_new & is_entry(index, chain, previous(chain), tokens, salt)
-    )
+    is_right = is_known | (is_new & is_entry(index, chain, previous(chain), tokens, salt))
     is_right = jnp.cumsum(~is_right, axis=1, dtype=jnp.int32) == 0
     table = table.at[jnp.where(is_winner & ~is_right, at, table.shape[0])].set(-1, mode="drop")
     is_winner &= is_right
@@ -389,10 +390,27 @@ def _drop(
     index: PrefixIndex, state: BlockState, order: jax.Array, goes: jax.Array
 ) -> tuple[PrefixIndex, BlockState, jax.Array]:
     """Drop those of the blocks `order` [N] that `goes` [N] says, and what hangs below them."""
+    at = jnp.where(goes, index.slot[order], index.table.shape[0])
+    table = index.table.at[at].set(-1, mode="drop")
+    slot = index.slot.at[jnp.where(goes, order, index.num_blocks)].set(-1, mode="drop")
+    return settle(index, state, table, slot, order)
+
+
+def settle(
+    index: PrefixIndex, state: BlockState, table: jax.Array, slot: jax.Array, order: jax.Array
+) -> tuple[PrefixIndex, BlockState, jax.Array]:
+    """Give up the references to blocks that `table` and `slot` leave out, and what hangs below them.
+
+    Args:
+      index: the index as it was.
+      state: the allocator's state.
+      table, slot: the index's new ones.
+      order: int32 [N], all blocks, in the order in which those freed go to the free list.
+
+    Returns:
+      The new index and state, and int32 [], the number of blocks that went back to the free list.
+    """
     num_blocks = index.num_blocks
-    place = jnp.where(goes, index.slot[order], index.table.shape[0])
-    table = index.table.at[place].set(-1, mode="drop")
-    slot = index.slot.at[jnp.where(goes, order, num_blocks)].set(-1, mode="drop")
     table, slot = drop_orphans(table, slot, index.parent, order)
     is_dropped = index.is_held & (slot < 0)
     ref_count = state.ref_count - is_dropped.astype(jnp.int32)

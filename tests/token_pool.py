@@ -86,15 +86,14 @@ class TokenWorld:
 
 def read(state: pkv.BlockState, pool: pkv.KVPool, seq_id: int) -> list[int | None]:
     table, length = np.asarray(state.block_table)[seq_id], int(np.asarray(state.seq_lens)[seq_id])
-    k, v = np.asarray(pool.k)[..., 0, 0], np.asarray(pool.v)[..., 0, 0]
-    tokens: list[int | None] = []
-    for position in range(length):
-        block, offset = int(table[position // state.block_size]), position % state.block_size
-        if block < 0:
-            tokens.append(None)
-            continue
-        for layer in range(k.shape[0]):
-            assert k[layer, block, offset] == k[0, block, offset] + 1000 * layer
-            assert v[layer, block, offset] == -k[layer, block, offset]
-        tokens.append(int(k[0, block, offset]))
-    return tokens
+    k, v = np.asarray(pool.k)[..., 0, 0], np.asarray(pool.v)[..., 0, 0]  # [L, N, P]
+    position = np.arange(length)
+    block, offset = table[position // state.block_size], position % state.block_size
+    is_there = block >= 0
+    keys, values = (side[:, np.maximum(block, 0), offset][:, is_there] for side in (k, v))
+    for layer, of_layer in enumerate(keys):
+        np.testing.assert_array_equal(of_layer, keys[0] + 1000 * layer)
+    np.testing.assert_array_equal(values, -keys)
+    tokens = np.full(length, None)
+    tokens[is_there] = keys[0].astype(int)
+    return tokens.tolist()
