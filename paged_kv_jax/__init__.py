@@ -28,6 +28,7 @@ from paged_kv_jax.cache import PagedKVCache
 from paged_kv_jax.compact import compact, resize
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
+from paged_kv_jax.groups import GroupedKVCache, LayerGroup
 from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
 from paged_kv_jax.prefix import (
@@ -48,10 +49,12 @@ from paged_kv_jax.swap import HostPool, HostSequence, swap_in, swap_out
 __all__ = [
     "BlockCopies",
     "BlockState",
+    "GroupedKVCache",
     "HostPool",
     "HostSequence",
     "KVCacheConfig",
     "KVPool",
+    "LayerGroup",
     "PagedKVCache",
     "PagedKVError",
     "Plan",

@@ -180,11 +180,14 @@ def commit(
     is_new &= index.slot[jnp.maximum(own, 0)] < 0
     is_new &= jnp.cumsum(~is_known & ~is_new, axis=1, dtype=jnp.int32) == 0
     # A block that several rows share is put there by the first of them: each writes a number that is
-    # the higher the earlier its row, and the highest stays.
+    # the higher the earlier its row, the highest stays, and then -1 is put back, by the winner (what
+    # reads the numbers must come before what overwrites them, or XLA keeps a copy of them).
     num_blocks = index.num_blocks
     ticket = jnp.arange(own.size, 0, -1, dtype=jnp.int32).reshape(own.shape)
     tickets = index.slot.at[jnp.where(is_new, own, num_blocks)].max(ticket, mode="drop")
     is_owner = is_new & (tickets[jnp.maximum(own, 0)] == ticket)
+    slot = tickets.at[jnp.where(is_owner, own, num_blocks)].set(-1, mode="drop")
+    index = dataclasses.replace(index, slot=slot)
 
     def record(index: PrefixIndex, where: jax.Array, **fields: jax.Array) -> PrefixIndex:
         into = jnp.where(where, own, num_blocks)
@@ -254,16 +257,28 @@ def make_room(
     batch = max(1, index.num_blocks // 64) if batch is None else batch
     total = jnp.cumsum(jnp.atleast_1d(jnp.asarray(needed, jnp.int32)), dtype=jnp.int32)
 
-    def make(index, state):
-        # Nothing is evicted for a row that could not be served even then.
-        available = state.free_top + jnp.sum(_is_idle(index, state), dtype=jnp.int32)
-        missing = jnp.max(jnp.where(total <= available, total, 0)) - state.free_top
-        index, state, _ = evict(
-            index, state, jnp.where(missing > 0, jnp.maximum(missing, batch), 0)
+    # A loop that runs once or not at all: unlike a conditional, it updates its arrays in place.
+    def make(carry):
+        _, table, slot, free_list, free_top, ref_count = carry
+        full = dataclasses.replace(index, table=table, slot=slot)
+        used = dataclasses.replace(
+            state, free_list=free_list, free_top=free_top, ref_count=ref_count
         )
-        return index, state
+        # Nothing is evicted for a row that could not be served even then.
+        available = free_top + jnp.sum(_is_idle(full, used), dtype=jnp.int32)
+        missing = jnp.max(jnp.where(total <= available, total, 0)) - free_top
+        full, used, _ = evict(full, used, jnp.where(missing > 0, jnp.maximum(missing, batch), 0))
+        return jnp.bool(False), full.table, full.slot, used.free_list, used.free_top, used.ref_count
 
-    return jax.lax.cond(total[-1] > state.free_top, make, lambda *same: same, index, state)
+    is_short = total[-1] > state.free_top
+    _, table, slot, free_list, free_top, ref_count = jax.lax.while_loop(
+        lambda carry: carry[0],
+        make,
+        (is_short, index.table, index.slot, state.free_list, state.free_top, state.ref_count),
+    )
+    index = dataclasses.replace(index, table=table, slot=slot)
+    state = dataclasses.replace(state, free_list=free_list, free_top=free_top, ref_count=ref_count)
+    return index, state
 
 
 def evict(
