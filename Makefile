@@ -5,7 +5,7 @@ JAX ?= jax
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types pytest clean
+.PHONY: demo test lint types pytest soak clean
 
 demo: $(READY)
 	JAX_PLATFORMS=cpu $(BIN)/paged-kv generate --max-new-tokens 96 \
@@ -28,6 +28,10 @@ types: $(READY)
 
 pytest: $(READY)
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest
+
+# Every operation at random against a plain-Python model, 200,000 steps.
+soak: $(READY)
+	JAX_PLATFORMS=cpu SOAK_STEPS=$${SOAK_STEPS:-200000} $(BIN)/python -m pytest tests/test_state_machine.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)

@@ -39,23 +39,28 @@ def geometry(num_blocks: int, max_seqs: int, max_blocks_per_seq: int) -> pkv.KVC
     )  # fmt: skip
 
 
-def alternate(cases: dict[str, Callable[[], object]], steps: int, repeats: int) -> dict[str, float]:
-    """Microseconds for one step of each case, whose call makes `steps` of them."""
-    for call in cases.values():
-        jax.block_until_ready(call())
+def alternate(cases: dict[str, tuple], steps: int, repeats: int) -> dict[str, float]:
+    """Microseconds for one step of each case, `(jitted function, donated argument, *arguments)`."""
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(repeats):
-        for name, call in cases.items():
+    for repeat in range(repeats + 1):
+        for name, (function, carry, *arguments) in cases.items():
+            fresh = jax.block_until_ready(jax.tree.map(jnp.copy, carry))
             start = time.perf_counter()
-            jax.block_until_ready(call())
-            times[name].append((time.perf_counter() - start) / steps * 1e6)
+            jax.block_until_ready(function(fresh, *arguments, steps=steps))
+            if repeat:  # the first call compiles
+                times[name].append((time.perf_counter() - start) / steps * 1e6)
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def loop(function: Callable) -> Callable:
+    """A compiled loop whose carry is donated, with a static number of steps."""
+    return jax.jit(function, static_argnames="steps", donate_argnums=0)
 
 
 # A decode step: append and plan
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@loop
 def decode_steps(state: pkv.BlockState, seq_ids: jax.Array, steps: int):
     """Append and plan; carrying the plan makes every step compute all of it."""
 
@@ -66,15 +71,20 @@ def decode_steps(state: pkv.BlockState, seq_ids: jax.Array, steps: int):
     return jax.lax.scan(lambda carry, _: (step(carry[0]), None), step(state), length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@loop
 def empty_steps(x: jax.Array, steps: int):
     """The loop's own cost."""
     return jax.lax.scan(lambda x, _: (x + 1, None), x, length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def searching_steps(is_taken: jax.Array, table: jax.Array, lens: jax.Array, steps: int):
-    """What `decode_steps` replaces: row by row, and block by block until a free one is found."""
+@loop
+def searching_steps(carry: tuple[jax.Array, jax.Array, jax.Array], steps: int):
+    """What `decode_steps` replaces: row by row, and block by block until a free one is found.
+
+    Args:
+      carry: bool [N], the blocks in use; the block table [S, M]; the lengths [S].
+      steps: steps to make.
+    """
 
     def append_row(row, carry):
         is_taken, table, lens = carry
@@ -93,7 +103,6 @@ def searching_steps(is_taken: jax.Array, table: jax.Array, lens: jax.Array, step
         slots = table[jnp.arange(ROWS), position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         return (is_taken, table, lens), (table, lens, position, slots)
 
-    carry = (is_taken, table, lens)
     return jax.lax.scan(lambda both, _: (step(both[0]), None), step(carry), length=steps)[0]
 
 
@@ -107,26 +116,26 @@ def measure_decode(steps: int, repeats: int) -> list[list[object]]:
         # Lengths of 1 to 16: in each step a sixteenth of the rows takes a block.
         lens = 1 + jnp.arange(ROWS, dtype=jnp.int32) % BLOCK_SIZE
         state, _ = pkv.allocate(pkv.init(geometry(num_blocks, ROWS, MAX_BLOCKS)), rows, lens)
-        cases[f"{num_blocks:,}"] = functools.partial(decode_steps, state, rows, steps)
-    cases["empty loop"] = functools.partial(empty_steps, seq_ids, steps)
+        cases[f"{num_blocks:,}"] = (decode_steps, state, rows)
+    cases["empty loop"] = (empty_steps, seq_ids)
     times = alternate(cases, steps, repeats)
     rows = [[f"{n:,}", live[n], round(times[f"{n:,}"], 2)] for n in live]
     return [*rows, ["empty loop", "", round(times["empty loop"], 2)]]
 
 
 def measure_search(steps: int, repeats: int) -> dict[str, float]:
-    """The same step with 100,000 blocks, and with a search among them, alternating."""
+    """The same step with 100,000 blocks of which a third is in use, and with a search among them."""
     num_blocks = 100_000
     seq_ids = jnp.arange(ROWS, dtype=jnp.int32)
-    lens = 1 + seq_ids % BLOCK_SIZE
+    lens = 513 + seq_ids % BLOCK_SIZE
     state, _ = pkv.allocate(pkv.init(geometry(num_blocks, ROWS, MAX_BLOCKS)), seq_ids, lens)
-    taken, table = state.ref_count > 0, state.block_table
-    cases = {
-        "ours": functools.partial(decode_steps, state, seq_ids, steps),
-        "search": functools.partial(searching_steps, taken, table, lens, steps),
-    }
-    (_, (_, found, *_)), (_, plan) = cases["search"](), cases["ours"]()
-    np.testing.assert_array_equal(found, plan.kv_lens)
+    searched = (state.ref_count > 0, state.block_table, lens)
+    cases = {"ours": (decode_steps, state, seq_ids), "search": (searching_steps, searched)}
+    copies = jax.tree.map(jnp.copy, (state, searched))
+    (_, plan), (_, (_, kv_lens, *_)) = (
+        decode_steps(copies[0], seq_ids, steps=steps), searching_steps(copies[1], steps=steps)
+    )  # fmt: skip
+    np.testing.assert_array_equal(plan.kv_lens, kv_lens)
     return alternate(cases, steps, repeats)
 
 
@@ -147,8 +156,8 @@ def warm_index(num_blocks: int, num_tokens: int, prompts: int):
     return index, state, tokens, lens
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "forks"))
-def admission_steps(index, state, tokens, lens, steps: int, forks: bool):
+@functools.partial(jax.jit, static_argnames=("steps", "forks"), donate_argnums=0)
+def admission_steps(carry, tokens, lens, steps: int, forks: bool = False):
     """Admit all prompts (match, share, take blocks), fork each once if `forks`, and free all."""
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
@@ -162,11 +171,10 @@ def admission_steps(index, state, tokens, lens, steps: int, forks: bool):
         state, _ = pkv.free(state, rows)
         return (index, state, total + result + found), None
 
-    carry = (index, state, jnp.zeros_like(rows))
-    return jax.lax.scan(step, carry, length=steps)[0]
+    return jax.lax.scan(step, (*carry, jnp.zeros_like(rows)), length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
+@loop
 def free_steps(state: pkv.BlockState, seq_ids: jax.Array, steps: int):
     """What `admission_steps` does besides admitting, on sequences already gone: the same program."""
 
@@ -176,18 +184,18 @@ def free_steps(state: pkv.BlockState, seq_ids: jax.Array, steps: int):
     return jax.lax.scan(step, state, length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def match_steps(index, tokens, lens, steps: int):
-    """Matching alone; each step's tokens depend on the last step's result."""
+@loop
+def match_steps(found: jax.Array, index, tokens, lens, steps: int):
+    """Matching alone; each step's tokens depend on the last step's result, `found`."""
 
     def step(found, _):
-        return pkv.match_prefix(index, tokens + 0 * found[:, None], lens)[1], None
+        return pkv.match_prefix(index, jnp.where(found[:, None] < 0, 0, tokens), lens)[1], None
 
-    return jax.lax.scan(step, jnp.zeros_like(lens), length=steps)[0]
+    return jax.lax.scan(step, found, length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def commit_steps(index, state, tokens, lens, steps: int):
+@loop
+def commit_steps(carry, tokens, lens, steps: int):
     """Committing what is committed already: what it costs to call it once too often."""
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
@@ -195,20 +203,20 @@ def commit_steps(index, state, tokens, lens, steps: int):
         index, state, result = pkv.commit(*carry, rows, tokens, lens)
         return (index, state), result
 
-    return jax.lax.scan(step, (index, state), length=steps)[0]
+    return jax.lax.scan(step, carry, length=steps)[0]
 
 
-@functools.partial(jax.jit, static_argnames="steps")
-def evict_steps(index, state, steps: int):
+@loop
+def evict_steps(carry, steps: int):
     """One eviction: a sort over all blocks, a batch of them given back."""
 
-    batch = index.num_blocks // 64
+    batch = carry[0].num_blocks // 64
 
     def step(carry, _):
         index, state, count = pkv.evict(*carry, batch)
         return (index, state), count
 
-    return jax.lax.scan(step, (index, state), length=steps)[0]
+    return jax.lax.scan(step, carry, length=steps)[0]
 
 
 def measure_admission(steps: int, repeats: int) -> list[list[object]]:
@@ -223,26 +231,48 @@ def measure_admission(steps: int, repeats: int) -> list[list[object]]:
         np.testing.assert_array_less(0, result)
         index, started, _ = jax.jit(pkv.commit)(index, started, jnp.arange(PROMPTS), tokens, lens)
         size = f"{PROMPTS} prompts of {num_tokens} tokens"
-        cold = warm_index(65_536, num_tokens, PROMPTS)
+        cold = warm_index(65_536, num_tokens, PROMPTS)[:2]
+        rows = jnp.arange(PROMPTS, dtype=jnp.int32)
         cases |= {
-            f"match, {size}": functools.partial(match_steps, index, tokens, lens, steps),
-            f"admit and free, {size}": functools.partial(admission_steps, *cold, steps, False),
-            f"admit, fork and free both, {size}": functools.partial(
-                admission_steps, *cold, steps, True
+            f"match, {size}": (match_steps, rows, index, tokens, lens),
+            f"admit and free, {size}": (admission_steps, cold, tokens, lens),
+            f"admit, fork and free both, {size}": (
+                functools.partial(admission_steps, forks=True), cold, tokens, lens,
             ),
-            f"free, {size}": functools.partial(
-                free_steps, state, jnp.arange(PROMPTS, dtype=jnp.int32), steps
-            ),
-            f"commit, nothing new, {size}": functools.partial(
-                commit_steps, index, started, tokens, lens, steps
-            ),
-        }
+            f"free alone, {size}": (free_steps, state, rows),
+            f"commit, nothing new, {size}": (commit_steps, (index, started), tokens, lens),
+        }  # fmt: skip
     for num_blocks in (65_536, 1_000_000):
         index, state, *_ = warm_index(num_blocks, SYSTEM + 64, PROMPTS)
-        name = f"evict {num_blocks // 64} of {num_blocks:,} blocks"
-        cases[name] = functools.partial(evict_steps, index, state, steps)
-    cases["empty loop"] = functools.partial(empty_steps, jnp.arange(PROMPTS), steps)
+        name = f"evict {num_blocks // 64:,} of {num_blocks:,} blocks"
+        cases[name] = (evict_steps, (index, state))
+    cases["empty loop"] = (empty_steps, jnp.arange(PROMPTS))
     return [[name, round(us, 1)] for name, us in alternate(cases, steps, repeats).items()]
+
+
+def host_match(num_tokens: int) -> float:
+    """Microseconds for the same match in Python, over a dict of (parent, tokens): 64 prompts, all hits."""
+    *_, tokens, _ = warm_index(65_536, num_tokens, PROMPTS)
+    prompts = np.asarray(tokens).tolist()
+
+    def blocks(prompt):
+        for start in range(0, num_tokens - 1, BLOCK_SIZE):
+            yield tuple(prompt[start : start + BLOCK_SIZE])
+
+    children: dict[tuple, int] = {}
+    for prompt in prompts:
+        parent = -1
+        for block in blocks(prompt):
+            parent = children.setdefault((parent, block), len(children))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for prompt in prompts:
+            parent = -1
+            for block in blocks(prompt):
+                parent = children.get((parent, block), -1)
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
 
 
 # A shared system prompt
@@ -339,7 +369,7 @@ def texts_agree(new_tokens: int = 8) -> bool:
 def main() -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200, help="steps of one compiled loop")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of one compiled loop")
     parser.add_argument("--repeats", type=int, default=7, help="calls of each loop")
     parser.add_argument("--text", action="store_true", help="also compare texts (needs flax; slow)")
     arguments = parser.parse_args()
@@ -360,15 +390,19 @@ def main() -> None:
     ]
     search = None
     if device.platform == "cpu":
-        search = measure_search(min(arguments.steps, 50), 3)
+        search = measure_search(min(arguments.steps, 50), arguments.repeats)
         lines += [
             "",
-            f"With 100,000 blocks: {search['ours']:.0f} us, and {search['search']:.0f} us for a compiled "
-            "loop over the rows that searches the blocks one by one for a free one: "
+            f"With 100,000 blocks, a third of them in use: {search['ours']:.0f} us, and "
+            f"{search['search']:.0f} us for a compiled loop over the rows that looks at the blocks one "
+            "by one for a free one: "
             f"{search['search'] / search['ours']:.1f} times as long.",
         ]
-    steps = arguments.steps if device.platform == "gpu" else max(1, arguments.steps // 40)
+    steps = max(1, arguments.steps // (4 if device.platform == "gpu" else 100))
     admission = measure_admission(steps, arguments.repeats)
+    admission.append(
+        [f"match in Python, {PROMPTS} prompts of 4096 tokens", round(host_match(4096), 1)]
+    )
     lines += [
         "",
         f"Admission with prefix reuse: prompts that share {SYSTEM} tokens, over 65,536 blocks of "

@@ -295,11 +295,12 @@ def evict(
       The new index and state, and int32 [], the number of blocks that went back to the free list.
     """
     is_idle = _is_idle(index, state)
-    age = index.clock - index.last_used
     block = jnp.arange(index.num_blocks, dtype=jnp.int32)
-    keys = ((~is_idle).astype(jnp.int32), ~age, -index.depth)
-    *_, order = jax.lax.sort((*keys, block), num_keys=3, is_stable=True)
-    goes = (block < jnp.asarray(num_blocks, jnp.int32)) & is_idle[order]
+    youth = ~(index.clock - index.last_used)  # uint32, 0 for the longest unused
+    *_, order = jax.lax.sort((youth, -index.depth, block), num_keys=3, is_stable=False)
+    idle_in_order = is_idle[order]
+    rank = jnp.cumsum(idle_in_order, dtype=jnp.int32)
+    goes = idle_in_order & (rank <= jnp.asarray(num_blocks, jnp.int32))
     return _drop(index, state, order, goes)
 
 
