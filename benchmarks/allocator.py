@@ -200,7 +200,8 @@ def commit_steps(carry, tokens, lens, steps: int):
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
     def step(carry, _):
-        index, state, result = pkv.commit(*carry, rows, tokens, lens)
+        index, state = carry
+        index, state, result = pkv.commit(index, state, rows, tokens, lens)
         return (index, state), result
 
     return jax.lax.scan(step, carry, length=steps)[0]
@@ -213,7 +214,8 @@ def evict_steps(carry, steps: int):
     batch = carry[0].num_blocks // 64
 
     def step(carry, _):
-        index, state, count = pkv.evict(*carry, batch)
+        index, state = carry
+        index, state, count = pkv.evict(index, state, batch)
         return (index, state), count
 
     return jax.lax.scan(step, carry, length=steps)[0]

@@ -28,20 +28,11 @@ from paged_kv_jax.cache import PagedKVCache
 from paged_kv_jax.compact import compact, resize
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
+from paged_kv_jax.eviction import evict, forget, make_room
 from paged_kv_jax.groups import GroupedKVCache, LayerGroup
 from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
-from paged_kv_jax.prefix import (
-    PrefixStats,
-    admit,
-    check_index,
-    commit,
-    evict,
-    forget,
-    make_room,
-    match_prefix,
-    prefix_stats,
-)
+from paged_kv_jax.prefix import PrefixStats, admit, check_index, commit, match_prefix, prefix_stats
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
 from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
 from paged_kv_jax.swap import HostPool, HostSequence, swap_in, swap_out

@@ -233,7 +233,7 @@ def make_plan(
 
 
 def block_count(state: BlockState, seq_ids: jax.Array) -> jax.Array:
-    """int32, shape of `seq_ids`: blocks each sequence owns; 0 for one not live or out of range."""
+    """int32, shape of `seq_ids`: table columns each sequence uses; 0 for one not live or out of range."""
     seq_ids = jnp.asarray(seq_ids)
     in_range = (seq_ids >= 0) & (seq_ids < state.max_seqs)
     return jnp.where(in_range, state.seq_block_count[jnp.where(in_range, seq_ids, 0)], 0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from paged_kv_jax import allocator, attention, compact, pool, prefix, sharing
+from paged_kv_jax import allocator, attention, compact, eviction, pool, prefix, sharing
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.plan import Plan
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
@@ -137,7 +137,7 @@ class PagedKVCache:
 
     def forget(self) -> Self:
         """`paged_kv_jax.forget` on this cache: nothing written under the old weights is found."""
-        index, state, _ = prefix.forget(self._required_index("forget"), self.state)
+        index, state, _ = eviction.forget(self._required_index("forget"), self.state)
         return dataclasses.replace(self, index=index, state=state)
 
     def compact(self) -> Self:
@@ -215,7 +215,7 @@ class PagedKVCache:
         """This cache, with what `needed(state, *args)` says free, where there is an index to evict."""
         if self.index is None:
             return self
-        index, state = prefix.make_room(self.index, self.state, needed(self.state, *args))
+        index, state = eviction.make_room(self.index, self.state, needed(self.state, *args))
         return dataclasses.replace(self, index=index, state=state)
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from paged_kv_jax.allocator import BlockState
+from paged_kv_jax.eviction import settle
 from paged_kv_jax.pool import KVPool
-from paged_kv_jax.prefix import settle
 from paged_kv_jax.prefix_table import PrefixIndex, empty_index, place
 
 
