@@ -26,6 +26,7 @@ from paged_kv_jax.prefix_table import (
     count,
     drop_orphans,
     is_entry,
+    leading,
     place,
     prefix_hashes,
     previous,
@@ -179,7 +180,7 @@ def commit(
     is_known = column < found[:, None]
     is_new = ~is_known & (column < full[:, None]) & (own >= 0)
     is_new &= index.slot[jnp.maximum(own, 0)] < 0
-    is_new &= jnp.cumsum(~is_known & ~is_new, axis=1, dtype=jnp.int32) == 0
+    is_new &= column < leading(is_known | is_new)[:, None]
     # A block that several rows share is put there by the first of them: each writes a number that is
     # the higher the earlier its row, the highest stays, and then -1 is put back, by the winner (what
     # reads the numbers must come before what overwrites them, or XLA keeps a copy of them).
@@ -212,7 +213,7 @@ def commit(
 
     # What was found under an equal hash must be equal, and so must all before it.
     is_right = is_known | (is_new & is_entry(index, chain, previous(chain), tokens, salt))
-    is_right = jnp.cumsum(~is_right, axis=1, dtype=jnp.int32) == 0
+    is_right = column < leading(is_right)[:, None]
     table = table.at[jnp.where(is_winner & ~is_right, at, table.shape[0])].set(-1, mode="drop")
     is_winner &= is_right
     index = record(dataclasses.replace(index, table=table), is_winner, slot=at)

@@ -108,21 +108,23 @@ def empty_index(num_blocks: int, block_size: int) -> PrefixIndex:
 def prefix_hashes(tokens: jax.Array, salt: jax.Array, block_size: int) -> jax.Array:
     """uint32 [B, M, 2]: hash of the salt and all tokens of each prefix of whole blocks.
 
-    Sums of mixed (token, position, salt) words, so that one cumulative sum yields every prefix's.
+    Sums of mixed (token, position, salt) words: first within blocks, then over the blocks before.
 
     Args:
       tokens: int32 [B, T]; M = T // P.
       salt: int32 [B].
       block_size: P.
     """
-    position = jnp.arange(tokens.shape[1], dtype=jnp.uint32)
-    words, salt = tokens.astype(jnp.uint32), salt.astype(jnp.uint32)[:, None]
-    lanes = []
-    for odd in (0x9E3779B1, 0x85EBCA77):
-        where = _mix(position * jnp.uint32(odd) + _mix(salt + jnp.uint32(odd)))
-        total = jnp.cumsum(_mix(words * jnp.uint32(odd) ^ where), axis=1, dtype=jnp.uint32)
-        lanes.append(_mix(total[:, block_size - 1 :: block_size]))
-    return jnp.stack(lanes, axis=-1)
+    num_rows, num_columns = tokens.shape[0], tokens.shape[1] // block_size
+    words = tokens[:, : num_columns * block_size].astype(jnp.uint32)
+    words = words.reshape(num_rows, num_columns, block_size)
+    position = jnp.arange(num_columns * block_size, dtype=jnp.uint32).reshape(words.shape[1:])
+    salt = salt.astype(jnp.uint32)[:, None, None]
+    sums = []
+    for odd in (jnp.uint32(0x9E3779B1), jnp.uint32(0x85EBCA77)):
+        mixed = _mix(words * odd ^ _mix(position * odd + _mix(salt + odd)))
+        sums.append(jnp.sum(mixed, axis=-1, dtype=jnp.uint32))
+    return _mix(jnp.cumsum(jnp.stack(sums, axis=-1), axis=1, dtype=jnp.uint32))
 
 
 def walk(
@@ -147,9 +149,10 @@ def walk(
     nth = jnp.argmax(is_same, axis=-1, keepdims=True)
     blocks = jnp.take_along_axis(jnp.where(is_same, candidates, -1), nth, axis=-1)[..., 0]
     is_hit = is_entry(index, blocks, previous(blocks), tokens, salt)
-    is_hit &= jnp.arange(blocks.shape[1], dtype=jnp.int32) < limit[:, None]
-    is_hit = jnp.cumsum(~is_hit, axis=1, dtype=jnp.int32) == 0
-    return jnp.where(is_hit, blocks, -1), jnp.sum(is_hit, axis=1, dtype=jnp.int32)
+    found = jnp.minimum(leading(is_hit), limit)
+    return jnp.where(
+        jnp.arange(blocks.shape[1], dtype=jnp.int32) < found[:, None], blocks, -1
+    ), found
 
 
 def is_entry(
@@ -164,6 +167,13 @@ def is_entry(
     is_same &= (index.parent[safe] == parents) & (index.salt[safe] == salt[:, None])
     # A parent that was not found is -1 as well: only a first block may have none.
     return is_same & ((parents >= 0) | (jnp.arange(num_columns) == 0))
+
+
+def leading(is_so: jax.Array) -> jax.Array:
+    """int32 [B]: how many of the first columns of bool [B, M] are all True."""
+    num_columns = is_so.shape[1]
+    column = jnp.arange(num_columns, dtype=jnp.int32)
+    return jnp.min(jnp.where(is_so, num_columns, column), axis=1, initial=num_columns)
 
 
 def previous(blocks: jax.Array) -> jax.Array:

@@ -176,6 +176,19 @@ def test_a_hash_alone_is_never_a_hit(monkeypatch, fault: str):
     assert pkv.prefix_stats(world.index, world.state).left_out_blocks > 0
 
 
+def test_salts_keep_requests_apart_even_where_no_hash_does(monkeypatch):
+    honest = prefix_table.prefix_hashes
+    monkeypatch.setattr(prefix, "prefix_hashes", lambda t, salt, size: honest(t, salt * 0, size))
+    monkeypatch.setitem(globals(), "commit", jax.jit(functools.partial(pkv.commit)))
+    monkeypatch.setitem(globals(), "match_prefix", jax.jit(functools.partial(pkv.match_prefix)))
+    world = PrefixWorld()
+    prompt = text(100, 9)
+    world.extend(s0=9)
+    world.commit(salt=1, s0=prompt)
+    assert world.found(prompt, salt=1) == [8]
+    assert world.found(prompt, salt=2) == [0]
+
+
 def test_blocks_stay_findable_until_their_space_is_needed():
     world = PrefixWorld(config(num_blocks=8))
     prompt = text(100, 9)
@@ -211,6 +224,18 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     world.index, world.state, count = evict(world.index, world.state, 5)
     assert int(count) == 0
     assert int(world.state.free_top) == 16
+
+
+def test_being_found_is_a_use():
+    world = PrefixWorld()
+    first, second = text(100, 9), text(200, 9)
+    world.start(s0=first)
+    world.start(s1=second)
+    assert world.admit(s2=first) == ([1], [8])  # and nothing is committed after it
+    world.free(0, 1, 2)
+    world.index, world.state, _ = evict(world.index, world.state, 1)
+    assert world.found(first, second) == [8, 4]
+    world.check()
 
 
 def test_what_a_sequence_uses_is_not_evicted():
