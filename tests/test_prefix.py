@@ -329,16 +329,17 @@ def test_equal_prompts_in_one_batch_are_held_once_and_both_are_read():
     world.check()
 
 
-def test_a_block_that_forks_share_is_held_once_even_if_they_disagree_about_it():
+@pytest.mark.parametrize("salts", [(5, 5), (5, 6)])
+def test_a_block_that_forks_share_is_held_once_even_if_they_disagree_about_it(salts):
     world = PrefixWorld()
     prompt = text(100, 8)
     world.admit(s0=prompt)
     world.state, _, _ = fork(world.state, ids(0), ids(1))
-    tokens, lens = rows(prompt, prompt)
+    tokens, lens = rows(prompt, prompt, pad_to=ROWS)
     world.index, world.state, result = commit(
-        world.index, world.state, ids(0, 1), tokens, lens, ids(5, 6)
+        world.index, world.state, ids(0, 1, -1), tokens, lens, ids(*salts, 0)
     )
-    assert result.tolist() == [2, 0]
+    assert result.tolist() == [2, 0, 0]
     assert world.found([*prompt, 1], salt=5) == [8]
     assert world.found([*prompt, 1], salt=6) == [0]
     world.check()
