@@ -163,7 +163,10 @@ def admission_steps(carry, tokens, lens, steps: int, forks: bool = False):
 
     def step(carry, _):
         index, state, total = carry
-        index, state, result, found = pkv.admit(index, state, rows, tokens, lens)
+        new = jnp.where(
+            total[:, None] < 0, 0, tokens
+        )  # so that no step's hashes are known before it
+        index, state, result, found = pkv.admit(index, state, rows, new, lens)
         if forks:
             state, _, copies = pkv.fork(state, rows, rows + rows.shape[0])
             state, _ = pkv.free(state, rows + rows.shape[0])
@@ -200,11 +203,12 @@ def commit_steps(carry, tokens, lens, steps: int):
     rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
 
     def step(carry, _):
-        index, state = carry
-        index, state, result = pkv.commit(index, state, rows, tokens, lens)
-        return (index, state), result
+        index, state, total = carry
+        new = jnp.where(total[:, None] < 0, 0, tokens)
+        index, state, result = pkv.commit(index, state, rows, new, lens)
+        return (index, state, total + result), None
 
-    return jax.lax.scan(step, carry, length=steps)[0]
+    return jax.lax.scan(step, (*carry, jnp.zeros_like(rows)), length=steps)[0]
 
 
 @loop
