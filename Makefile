@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test lint types pytest soak clean
 
 demo: $(READY)
-	JAX_PLATFORMS=cpu $(BIN)/paged-kv generate --max-new-tokens 96 \
+	@JAX_PLATFORMS=cpu $(BIN)/paged-kv generate --max-new-tokens 96 \
 	  "Name three primes." \
 	  "Why is the sky blue?" \
 	  "Write a short poem about a lighthouse keeper who counts the waves." \

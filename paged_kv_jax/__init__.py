@@ -10,13 +10,11 @@ One decode step, for B sequences::
 
 from paged_kv_jax._version import __version__
 from paged_kv_jax.allocator import (
-    BlockState,
     Stats,
     allocate,
     append,
     block_count,
     block_offset,
-    check_invariants,
     clear_errors,
     free,
     init,
@@ -35,6 +33,7 @@ from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefi
 from paged_kv_jax.prefix import PrefixStats, admit, check_index, commit, match_prefix, prefix_stats
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
 from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
+from paged_kv_jax.state import BlockState, check_invariants
 from paged_kv_jax.swap import HostPool, HostSequence, swap_in, swap_out
 
 __all__ = [

@@ -13,8 +13,10 @@ from jax.core import Tracer
 
 from paged_kv_jax import allocator, attention, compact, eviction, pool, prefix, sharing
 from paged_kv_jax.config import KVCacheConfig
+from paged_kv_jax.errors import ResultCode
 from paged_kv_jax.plan import Plan
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
+from paged_kv_jax.state import BlockState
 
 
 @functools.partial(
@@ -38,7 +40,7 @@ class PagedKVCache:
     """
 
     config: KVCacheConfig
-    state: allocator.BlockState
+    state: BlockState
     pool: pool.KVPool
     index: PrefixIndex | None = None
 
@@ -239,7 +241,7 @@ class PagedKVCache:
 
 
 def _blocks_to_take(
-    state: allocator.BlockState, seq_ids: jax.Array, num_tokens: jax.Array | int
+    state: BlockState, seq_ids: jax.Array, num_tokens: jax.Array | int
 ) -> jax.Array:
     """int32 [B]: blocks that rows take for `num_tokens` more tokens; 0 for one that must fail."""
     in_range = (seq_ids >= 0) & (seq_ids < state.max_seqs)
@@ -251,7 +253,7 @@ def _blocks_to_take(
     return jnp.where(is_served, -(-(seq_len + added) // state.block_size) - owned, 0)
 
 
-def _one_block(state: allocator.BlockState, seq_ids: jax.Array) -> jax.Array:
+def _one_block(state: BlockState, seq_ids: jax.Array) -> jax.Array:
     """int32 [B]: the most that a fork or a truncation takes: a tail's copy."""
     return (jnp.asarray(seq_ids) != -1).astype(jnp.int32)
 
@@ -259,7 +261,7 @@ def _one_block(state: allocator.BlockState, seq_ids: jax.Array) -> jax.Array:
 _MOST_OWNERS_SHOWN = 8
 
 
-def _is_readable(state: allocator.BlockState) -> bool:
+def _is_readable(state: BlockState) -> bool:
     """Whether the state holds one cache's values: not traced, not batched, not deleted."""
     leaf = state.free_top
     is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
@@ -283,7 +285,7 @@ def _fullness(cache: PagedKVCache) -> str:
     )
 
 
-def _owners(state: allocator.BlockState) -> list[str]:
+def _owners(state: BlockState) -> list[str]:
     lens, counts = np.asarray(state.seq_lens), np.asarray(state.seq_block_count)
     live = np.flatnonzero(counts)
     lines = [
@@ -295,7 +297,7 @@ def _owners(state: allocator.BlockState) -> list[str]:
     return lines
 
 
-def _failures(state: allocator.BlockState) -> list[str]:
+def _failures(state: BlockState) -> list[str]:
     word = int(state.errors)
-    names = [code.name for code in allocator.ResultCode if word & code.bit]
+    names = [code.name for code in ResultCode if word & code.bit]
     return [f"failed: {', '.join(names)}"] if names else []

@@ -6,10 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from paged_kv_jax.allocator import BlockState
 from paged_kv_jax.eviction import settle
 from paged_kv_jax.pool import KVPool
 from paged_kv_jax.prefix_table import PrefixIndex, empty_index, place
+from paged_kv_jax.state import BlockState
 
 
 def resize(

@@ -10,8 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from paged_kv_jax.allocator import BlockState
 from paged_kv_jax.prefix_table import PrefixIndex, drop_orphans
+from paged_kv_jax.state import BlockState
 
 
 def make_room(

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_kv_jax.allocator import BlockState, _resolve, _take, check_invariants
 from paged_kv_jax.errors import ResultCode, sticky_bits
 from paged_kv_jax.eviction import idle_blocks, make_room
 from paged_kv_jax.plan import as_int32
@@ -32,6 +31,7 @@ from paged_kv_jax.prefix_table import (
     previous,
     walk,
 )
+from paged_kv_jax.state import BlockState, check_invariants, resolve_rows, take_blocks
 
 
 def match_prefix(
@@ -87,7 +87,7 @@ def admit(
       DUPLICATE_SEQ (-4); INVALID_COUNT (-5), `lens` below 1 or above T; and int32 [B], the number of
       tokens found, 0 for a row that failed.
     """
-    rows = _resolve(state, seq_ids, must_be_live=False)
+    rows = resolve_rows(state, seq_ids, must_be_live=False)
     tokens, lens, salt = _prompts(tokens, lens, salt, rows.code)
     block_size, max_blocks = state.block_size, state.max_blocks_per_seq
     code = jnp.where(-(-lens // block_size) > max_blocks, ResultCode.SEQ_TOO_LONG, 0)
@@ -106,7 +106,7 @@ def admit(
     needed = jnp.where(served, -(-lens // block_size) - found, 0)
     index, state = make_room(index, state, needed, batch=batch)
     max_grant = min(max_blocks, -(-tokens.shape[1] // block_size))
-    state, fresh, fits = _take(state, needed, max_grant)
+    state, fresh, fits = take_blocks(state, needed, max_grant)
     code = jnp.where(served & ~fits, ResultCode.OUT_OF_BLOCKS, code)
     served &= fits
     unused = jnp.where(served[:, None], state.num_blocks, held)  # still held by the index
@@ -163,7 +163,7 @@ def commit(
       not before, or INVALID_SEQ (-2), out of range or not live; DUPLICATE_SEQ (-4);
       INVALID_COUNT (-5), `lens` negative, above T or above the sequence's length.
     """
-    rows = _resolve(state, seq_ids, must_be_live=True)
+    rows = resolve_rows(state, seq_ids, must_be_live=True)
     tokens, lens, salt = _prompts(tokens, lens, salt, rows.code)
     num_columns = min(tokens.shape[1] // state.block_size, state.max_blocks_per_seq)
     is_bad = (lens < 0) | (lens > tokens.shape[1]) | (lens > state.seq_lens[rows.safe_ids])

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from paged_kv_jax.allocator import BlockState, _release, _resolve, _take
 from paged_kv_jax.errors import ResultCode, sticky_bits
 from paged_kv_jax.plan import as_int32
+from paged_kv_jax.state import BlockState, release_blocks, resolve_rows, take_blocks
 
 
 class BlockCopies(NamedTuple):
@@ -58,7 +58,7 @@ def fork(
     parent_ids = as_int32("parent_ids", parent_ids, 1)
     child_ids = as_int32("child_ids", child_ids, 1)
     _check_rows("child_ids", child_ids, parent_ids)
-    children = _resolve(state, child_ids, must_be_live=False)
+    children = resolve_rows(state, child_ids, must_be_live=False)
     parent_in_range = (parent_ids >= 0) & (parent_ids < state.max_seqs)
     parents = jnp.where(parent_in_range, parent_ids, 0)
     parent_len = state.seq_lens[parents]
@@ -80,7 +80,7 @@ def fork(
 
     full = lengths // state.block_size  # columns to share; the next one, if any, is the tail
     has_tail = served & (lengths % state.block_size > 0)
-    state, fresh, fits = _take(state, has_tail.astype(jnp.int32), 1)
+    state, fresh, fits = take_blocks(state, has_tail.astype(jnp.int32), 1)
     code = jnp.where(served & ~fits, ResultCode.OUT_OF_BLOCKS, code)
     served &= fits
     copies = _copies(table, full, fresh[:, 0])
@@ -124,7 +124,7 @@ def truncate(
       DUPLICATE_SEQ (-4); INVALID_COUNT (-5), the length is negative, above the sequence's, or
       reaches back into blocks that `release_before` gave up; and the copies to perform.
     """
-    rows = _resolve(state, seq_ids, must_be_live=True)
+    rows = resolve_rows(state, seq_ids, must_be_live=True)
     new_lens = as_int32("new_lens", new_lens, 1)
     _check_rows("new_lens", new_lens, rows.code)
     table = state.block_table[rows.safe_ids]  # [B, M]
@@ -139,7 +139,7 @@ def truncate(
     has_tail = served & (new_lens % state.block_size > 0)
     tail = _entry(table, full)
     is_shared = state.ref_count[jnp.where(has_tail, tail, 0)] > 1
-    state, fresh, fits = _take(state, (has_tail & is_shared).astype(jnp.int32), 1)
+    state, fresh, fits = take_blocks(state, (has_tail & is_shared).astype(jnp.int32), 1)
     code = jnp.where(served & ~fits, ResultCode.OUT_OF_BLOCKS, code)
     served &= fits
     copies = _copies(table, full, fresh[:, 0])
@@ -147,7 +147,7 @@ def truncate(
     stays = column < jnp.where(has_tail, full + 1, full)[:, None]
     is_replaced = (column == full[:, None]) & (fresh >= 0)
     goes = served[:, None] & (table >= 0) & (~stays | is_replaced)
-    state, went_back = _release(state, jnp.where(goes, table, state.num_blocks))
+    state, went_back = release_blocks(state, jnp.where(goes, table, state.num_blocks))
 
     new_table = jnp.where(is_replaced, fresh, jnp.where(stays, table, -1))
     result = jnp.sum(went_back, axis=1, dtype=jnp.int32)
@@ -184,7 +184,7 @@ def release_before(
       INVALID_SEQ (-2), out of range or not live; DUPLICATE_SEQ (-4); INVALID_COUNT (-5), the
       position is past the sequence's end.
     """
-    rows = _resolve(state, seq_ids, must_be_live=True)
+    rows = resolve_rows(state, seq_ids, must_be_live=True)
     positions = as_int32("positions", positions, 1)
     _check_rows("positions", positions, rows.code)
     is_past_end = positions > state.seq_lens[rows.safe_ids]
@@ -195,7 +195,7 @@ def release_before(
     table = state.block_table[rows.safe_ids]
     column = jnp.arange(state.max_blocks_per_seq, dtype=jnp.int32)
     goes = served[:, None] & (column < (positions // state.block_size)[:, None]) & (table >= 0)
-    state, went_back = _release(state, jnp.where(goes, table, state.num_blocks))
+    state, went_back = release_blocks(state, jnp.where(goes, table, state.num_blocks))
     result = jnp.sum(went_back, axis=1, dtype=jnp.int32)
     result = jnp.where(rows.is_active & (code < 0), code, result)
     seq = jnp.where(served, rows.safe_ids, state.max_seqs)

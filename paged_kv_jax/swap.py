@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_kv_jax.allocator import BlockState, _resolve, _take, free
+from paged_kv_jax.allocator import free
 from paged_kv_jax.errors import ResultCode, sticky_bits
 from paged_kv_jax.pool import KVPool
+from paged_kv_jax.state import BlockState, resolve_rows, take_blocks
 
 
 class HostSequence(NamedTuple):
@@ -176,13 +177,13 @@ def _restore(
     needed: jax.Array,
 ) -> tuple[BlockState, jax.Array, jax.Array]:
     """Start sequences of known lengths in fresh blocks: state, result [B], and the blocks [B, M]."""
-    rows = _resolve(state, seq_ids, must_be_live=False)
+    rows = resolve_rows(state, seq_ids, must_be_live=False)
     is_live = state.seq_block_count[rows.safe_ids] > 0
     code = jnp.where(rows.is_active & (is_live | ~is_known), ResultCode.INVALID_SEQ, 0)
     code = jnp.where(rows.code < 0, rows.code, code)
     served = rows.is_active & (code >= 0)
     max_blocks = state.max_blocks_per_seq
-    state, blocks, fits = _take(state, jnp.where(served, needed, 0), max_blocks)
+    state, blocks, fits = take_blocks(state, jnp.where(served, needed, 0), max_blocks)
     code = jnp.where(served & ~fits, ResultCode.OUT_OF_BLOCKS, code)
     served &= fits
     nth = jnp.arange(max_blocks, dtype=jnp.int32) - first_columns[:, None]
