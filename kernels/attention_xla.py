@@ -19,6 +19,10 @@ QUERY_TILE = 32
 # the gather and the products, elsewhere enough to fill the machine.
 PAIRS_PER_ROUND_CPU = 16
 PAIRS_PER_ROUND = 64
+# Elements of a head in one product of queries and keys on a CPU; the products of a head's parts are
+# summed. XLA sums one element after another there, which rounds the worse the longer it goes on;
+# short parts are the faster ones in decode, too.
+PART_DIM_CPU = 16
 
 
 def paged_attention(
@@ -60,6 +64,8 @@ def paged_attention(
     is_cpu = jax.default_backend() == "cpu"
     # Products of 16-bit operands where both are the same; CPUs would gain nothing from it.
     product = q.dtype if q.dtype == k_pool.dtype and not is_cpu else jnp.dtype(jnp.float32)
+    part_dim = PART_DIM_CPU if is_cpu and head_dim % PART_DIM_CPU == 0 else head_dim
+    parts = head_dim // part_dim
     query_tile = min(QUERY_TILE, max_query_len)
     tile_blocks = max(1, KEY_TILE // block_size)
     key_tile = tile_blocks * block_size
@@ -80,8 +86,12 @@ def paged_attention(
     position = jnp.where(is_token, (kv_lens - q_lens)[row][:, None] + token, -1)
     # Places without a token lie past the end and read zeros.
     token = jnp.where(is_token, cu_q_lens[row][:, None] + token, num_tokens)
-    queries = q.at[token].get(mode="fill", fill_value=0)
-    queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, head_dim).astype(product)
+    queries = q.at[token].get(mode="fill", fill_value=0).astype(product)
+    # R = query_tile * group stands below for the queries of a tile that share a KV head. A part of a
+    # head is to the product of queries and keys a head of its own.
+    queries = queries.reshape(num_tiles, query_tile, num_kv_heads, group, parts, part_dim)
+    queries = queries.transpose(0, 2, 4, 1, 3, 5)
+    queries = queries.reshape(num_tiles, num_kv_heads * parts, query_tile * group, part_dim)
 
     # Key tiles [first, last) of each query tile, one at least, and their places in the list of pairs.
     last = -(-(jnp.max(position, axis=1) + 1) // key_tile)
@@ -96,8 +106,13 @@ def paged_attention(
         PAIRS_PER_ROUND_CPU if is_cpu else PAIRS_PER_ROUND,
         num_tiles * -(-max_blocks // tile_blocks),
     )
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)
     highest = jax.lax.Precision.HIGHEST  # float32 products, where the default would be TF32
+
+    def of_heads(x: jax.Array) -> jax.Array:  # [H] -> [K, R]
+        return jnp.tile(x.astype(jnp.float32).reshape(num_kv_heads, group), (1, query_tile))
+
+    def for_each_head(x: jax.Array) -> jax.Array:  # [pairs, query, key] -> [pairs, 1, R, key]
+        return jnp.repeat(x, group, axis=1)[:, None]
 
     def fold_round(carry):
         start, top, total, acc = carry
@@ -117,27 +132,31 @@ def paged_attention(
             sees &= key_position[:, None, :] > query_position[:, :, None] - sliding_window
         sees &= jnp.repeat(is_block, block_size, axis=1)[:, None, :]
         # Worked out once: fused into what follows, they would be again for each element there.
-        blocks, sees = jax.lax.optimization_barrier((jnp.where(is_block, blocks, 0), sees))
-        is_seen = jnp.any(sees, axis=1)[:, None, :, None]  # [pairs, K, key, D]
-        sees = sees[:, :, None, None, :]
+        blocks, sees, is_seen = jax.lax.optimization_barrier(
+            (jnp.where(is_block, blocks, 0), sees, jnp.any(sees, axis=1))
+        )
+        sees = for_each_head(sees)
 
-        def gather(pool: jax.Array) -> jax.Array:  # head by head, as the products want it
-            tiles = pool[layer, blocks[:, None, :], :, heads[:, None]]
-            return tiles.reshape(pairs_per_round, num_kv_heads, key_tile, head_dim).astype(product)
+        def gather(pool: jax.Array, width: int) -> jax.Array:  # head by head, or part by part
+            # Reshaped here: ahead of the loop, it fuses with a one-token write, and XLA copies pools.
+            pool = pool.reshape(*pool.shape[:3], num_kv_heads * head_dim // width, width)
+            heads = jnp.arange(pool.shape[3], dtype=jnp.int32)[:, None]
+            tiles = pool[layer, blocks[:, None, :], :, heads]
+            return tiles.reshape(pairs_per_round, pool.shape[3], key_tile, width).astype(product)
 
-        # Keys first: CPUs multiply many rows by few columns faster than few by many.
         scores = jnp.einsum(
-            "nksd,nqkgd->nksqg", gather(k_pool), queries[of],
+            "nkrd,nksd->nkrs", queries[of], gather(k_pool, part_dim),
             precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
-        scores = scores.transpose(0, 3, 1, 4, 2)  # [pairs, query, K, G, key]
+        scores = scores.reshape(
+            pairs_per_round, num_kv_heads, parts, query_tile * group, key_tile
+        ).sum(axis=2)
         scores *= scale
         if logits_soft_cap is not None:
             scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
         if alibi_slopes is not None:
             distance = (key_position[:, None, :] - query_position[:, :, None]).astype(jnp.float32)
-            slopes = alibi_slopes.astype(jnp.float32).reshape(num_kv_heads, group, 1)
-            scores += slopes * distance[:, :, None, None, :]
+            scores += of_heads(alibi_slopes)[..., None] * for_each_head(distance)
         scores = jnp.where(sees, scores, -jnp.inf)
 
         # The round's pairs belong to consecutive query tiles, as each tile has a pair: those from
@@ -149,24 +168,24 @@ def paged_attention(
             jax.lax.dynamic_slice_in_dim(so_far, of[0], pairs_per_round)
             for so_far in (top, total, acc)
         )
-        pair_top = jnp.max(scores, axis=-1)  # [pairs, query, K, G]
-        new_top = jnp.max(jnp.where(joins[:, :, None, None, None], pair_top, -jnp.inf), axis=1)
+        pair_top = jnp.max(scores, axis=-1)  # [pairs, K, R]
+        new_top = jnp.max(jnp.where(joins[:, :, None, None], pair_top, -jnp.inf), axis=1)
         new_top = jnp.maximum(new_top, old_top)
         safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0)
         weights = jnp.where(sees, jnp.exp(scores - safe_top[nth][..., None]), 0)
         # Unseen slots may hold NaN or Inf, which a weight of 0 would not silence.
-        values = jnp.where(is_seen, gather(v_pool), 0)
+        values = jnp.where(is_seen[:, None, :, None], gather(v_pool, head_dim), 0)
         pair_acc = jnp.einsum(
-            "nqkgs,nksd->nqkgd", weights.astype(product), values,
+            "nkrs,nksd->nkrd", weights.astype(product), values,
             precision=highest, preferred_element_type=jnp.float32,
         )  # fmt: skip
         joins = joins.astype(jnp.float32)
         faded = jnp.exp(old_top - safe_top)
         new_total = old_total * faded + jnp.einsum(
-            "mn,nqkg->mqkg", joins, jnp.sum(weights, axis=-1), precision=highest
+            "mn,nkr->mkr", joins, jnp.sum(weights, axis=-1), precision=highest
         )
         new_acc = old_acc * faded[..., None] + jnp.einsum(
-            "mn,nqkgd->mqkgd", joins, pair_acc, precision=highest
+            "mn,nkrd->mkrd", joins, pair_acc, precision=highest
         )
         return (
             start + pairs_per_round,
@@ -177,12 +196,11 @@ def paged_attention(
         )
 
     # Longer by a round than there are tiles, so that a round's slice never passes the end.
-    per_head = (num_tiles + pairs_per_round, query_tile, num_kv_heads, group)
+    per_head = (num_tiles + pairs_per_round, num_kv_heads, query_tile * group)
     top = jnp.full(per_head, -jnp.inf, jnp.float32)
     total = jnp.zeros(per_head, jnp.float32)
     if sinks is not None:  # a key with a logit of its own and no value
-        sink = sinks.astype(jnp.float32).reshape(num_kv_heads, group)
-        top, total = jnp.broadcast_to(sink, per_head), jnp.ones_like(total)
+        top, total = jnp.broadcast_to(of_heads(sinks), per_head), jnp.ones_like(total)
     _, top, total, acc = jax.lax.while_loop(
         lambda carry: carry[0] < num_pairs,
         fold_round,
@@ -194,8 +212,13 @@ def paged_attention(
     is_token = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
     nth_token = token - cu_q_lens[row]
-    at = (jnp.where(is_token, first_tile[row] + nth_token // query_tile, 0), nth_token % query_tile)
-    top, total = (x[at].reshape(num_tokens, num_heads) for x in (top, total))
-    out = acc[at].reshape(q.shape) / jnp.where(total > 0, total, 1)[..., None]
+    nth_tile = jnp.where(is_token, first_tile[row] + nth_token // query_tile, 0)
+    top, total, acc = (
+        x.reshape(per_head[0], num_kv_heads, query_tile, group, *x.shape[3:])[
+            nth_tile, :, nth_token % query_tile
+        ].reshape(num_tokens, num_heads, *x.shape[3:])
+        for x in (top, total, acc)
+    )
+    out = acc / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(is_token[:, None] & (total > 0), top + jnp.log(total), -jnp.inf)
     return jnp.where(is_token[:, None, None], out, 0).astype(q.dtype), lse

@@ -148,6 +148,13 @@ def test_this_file_would_see_a_copy():
     assert large_operations(compiled)
 
 
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+def test_a_loop_over_a_single_sequence_is_in_place_too(monkeypatch, layers):
+    # A write of one token is no scatter to XLA but an update of a slice, which it fuses differently.
+    monkeypatch.setitem(globals(), "S", 1)
+    assert_in_place(compile_loop("float32", layers, "scan", True), "float32", True)
+
+
 UPDATES = {
     "write_prefill": lambda pool, k, blocks: pkv.write_prefill(pool, 1, k, k, 30, blocks),
     "write_token": lambda pool, k, blocks: pkv.write_token(pool, 2, 3, 1, k=k[0], v=k[1]),
