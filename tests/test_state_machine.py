@@ -301,7 +301,7 @@ class SharingMachine(RuleBasedStateMachine):
 
 SharingMachine.TestCase.settings = hypothesis.settings(
     max_examples=STEPS // STEPS_PER_RUN, stateful_step_count=STEPS_PER_RUN, deadline=None,
-    derandomize="SOAK_STEPS" not in os.environ, database=None,
+    derandomize=STEPS <= 5000, database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )  # fmt: skip
 TestEveryOperationAgainstTheModel = SharingMachine.TestCase
