@@ -218,8 +218,7 @@ def prefill_chunk(
     wanted = (q_lens > 0) & (batch.finish == Finish.RUNNING)
     rows = jnp.where(wanted, jnp.arange(num_rows, dtype=jnp.int32), -1)
     cache, result = batch.cache.allocate(rows, q_lens, max_new_tokens=num_tokens)
-    # A row that gets no room keeps its place among the tokens, so that the others' stay in step:
-    # the plan packs by length, and a row left out would move them.
+    # The plan packs the rows that take part, so the tokens of a row that got no room are taken out.
     got_room = result >= 0
     tokens, q_lens = _pack(tokens, q_lens, wanted & got_room)
     cache, plan = cache.plan(rows, q_lens, result, num_tokens=num_tokens)
