@@ -18,6 +18,7 @@ def paged_attention(
     *,
     max_query_len: int,
     scale: float,
+    causal: bool = True,
     logits_soft_cap: float | None = None,
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
@@ -33,12 +34,16 @@ def paged_attention(
       kv_lens: int32 [B].
       cu_q_lens: int32 [B + 1].
       max_query_len: unused here; other implementations choose their tiles by it.
-      scale, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
+      scale, causal, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
         `paged_kv_jax.paged_attention`.
 
     Returns:
       out [T, H, D] in q's dtype, and the log-sum-exp [T, H], float32, natural log.
     """
+    if not causal and (sliding_window is not None or alibi_slopes is not None):
+        raise ValueError(
+            f"causal=False with {sliding_window=} or alibi_slopes; neither goes with it"
+        )
     del max_query_len
     num_tokens, num_heads, head_dim = q.shape
     num_rows, block_size, num_kv_heads = kv_lens.shape[0], k_pool.shape[2], k_pool.shape[3]
@@ -49,6 +54,8 @@ def paged_attention(
     is_token = row < num_rows
     row = jnp.minimum(row, num_rows - 1)
     position = kv_lens[row] - (cu_q_lens[row + 1] - cu_q_lens[row]) + token - cu_q_lens[row]
+    if not causal:
+        position = kv_lens[row] - 1  # as far as anyone sees
 
     key_position = jnp.arange(block_table.shape[1] * block_size, dtype=jnp.int32)
     sees = is_token[:, None] & (key_position <= position[:, None])  # [T, M * P]

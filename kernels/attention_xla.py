@@ -36,6 +36,7 @@ def paged_attention(
     *,
     max_query_len: int,
     scale: float,
+    causal: bool = True,
     logits_soft_cap: float | None = None,
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
@@ -51,12 +52,16 @@ def paged_attention(
       kv_lens: int32 [B].
       cu_q_lens: int32 [B + 1].
       max_query_len: no row brings more query tokens (static).
-      scale, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
+      scale, causal, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
         `paged_kv_jax.paged_attention`.
 
     Returns:
       out [T, H, D] in q's dtype, and the log-sum-exp [T, H], float32, natural log.
     """
+    if not causal and (sliding_window is not None or alibi_slopes is not None):
+        raise ValueError(
+            f"causal=False with {sliding_window=} or alibi_slopes; neither goes with it"
+        )
     num_tokens, num_heads, head_dim = q.shape
     num_rows, max_blocks = block_table.shape
     block_size, num_kv_heads = k_pool.shape[2:4]
@@ -83,7 +88,10 @@ def paged_attention(
     token = (tile - first_tile[row])[:, None] * query_tile
     token += jnp.arange(query_tile, dtype=jnp.int32)
     is_token = is_tile[:, None] & (token < q_lens[row][:, None])  # [tiles, query_tile]
-    position = jnp.where(is_token, (kv_lens - q_lens)[row][:, None] + token, -1)
+    position = (kv_lens - q_lens)[row][:, None] + token
+    if not causal:
+        position = (kv_lens - 1)[row][:, None]  # as far as anyone sees
+    position = jnp.where(is_token, position, -1)
     # Places without a token lie past the end and read zeros.
     token = jnp.where(is_token, cu_q_lens[row][:, None] + token, num_tokens)
     queries = q.at[token].get(mode="fill", fill_value=0).astype(product)

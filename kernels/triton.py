@@ -31,19 +31,22 @@ def paged_attention_unsupported_reason(
     k_pool: jax.Array | jax.ShapeDtypeStruct,
     *,
     max_query_len: int,
+    causal: bool = True,
     logits_soft_cap: float | None = None,
     sliding_window: int | None = None,
     sinks: jax.Array | jax.ShapeDtypeStruct | None = None,
     alibi_slopes: jax.Array | jax.ShapeDtypeStruct | None = None,
     compute_capability: float | None = None,
 ) -> str | None:
-    """Why `paged_attention` here cannot serve a call, or None if it can; every option is served."""
+    """Why `paged_attention` here cannot serve a call, or None if it can."""
     del logits_soft_cap, sliding_window, sinks, alibi_slopes
     reason = write_unsupported_reason(k_pool, compute_capability=compute_capability)
     if reason is not None:
         return reason
     if max_query_len > MAX_QUERY_LEN:
         return f"{max_query_len=}; triton serves decode, at most {MAX_QUERY_LEN} tokens a row"
+    if not causal:
+        return f"{causal=}; triton serves causal attention only"
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"head_dim={q.shape[-1]}; triton serves head_dim up to {MAX_HEAD_DIM}"
     if q.dtype not in DTYPES:
@@ -191,6 +194,7 @@ def paged_attention(
     *,
     max_query_len: int,
     scale: float,
+    causal: bool = True,
     logits_soft_cap: float | None = None,
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
@@ -207,6 +211,7 @@ def paged_attention(
       kv_lens: int32 [B].
       cu_q_lens: int32 [B + 1].
       max_query_len: the most query tokens any row brings, at most 8.
+      causal: only True is served.
       scale, logits_soft_cap, sliding_window, sinks [H], alibi_slopes [H]: as in
         `paged_kv_jax.paged_attention`.
       interpret: run as ordinary JAX operations, for tests on a CPU.
@@ -214,6 +219,8 @@ def paged_attention(
     Returns:
       out [T, H, D] in q's dtype, and the log-sum-exp [T, H], float32, natural log.
     """
+    if not causal:
+        raise ValueError(f"{causal=}; triton serves causal attention only")
     num_tokens, num_heads, head_dim = q.shape
     num_rows, table_width = block_table.shape
     block_size, num_kv_heads = k_pool.shape[2:4]

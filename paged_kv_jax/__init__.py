@@ -23,6 +23,7 @@ from paged_kv_jax.allocator import (
 )
 from paged_kv_jax.attention import paged_attention, supports
 from paged_kv_jax.cache import PagedKVCache
+from paged_kv_jax.cascade import SharedPrefix, merge_attention_states
 from paged_kv_jax.compact import compact, resize
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import PagedKVError, ResultCode, raise_if_failed
@@ -51,6 +52,7 @@ __all__ = [
     "PrefixIndex",
     "PrefixStats",
     "ResultCode",
+    "SharedPrefix",
     "Stats",
     "__version__",
     "admit",
@@ -74,6 +76,7 @@ __all__ = [
     "make_plan",
     "make_room",
     "match_prefix",
+    "merge_attention_states",
     "paged_attention",
     "plan_from_tables",
     "prefix_stats",

@@ -133,6 +133,7 @@ def make_plan(
     *,
     num_tokens: int | None = None,
     max_query_len: int | None = None,
+    shared_prefix: bool = False,
 ) -> Plan:
     """The plan for the tokens that the last `allocate` or `append` made room for.
 
@@ -148,6 +149,9 @@ def make_plan(
       num_tokens: T, required where `num_new_tokens` is an array.
       max_query_len: the most tokens one row may bring (static; a bound of 8 or less lets decode
         kernels serve the plan); T if not given. Only for an array `num_new_tokens`.
+      shared_prefix: find the beginnings that consecutive rows have in common, for `paged_attention`
+        to compute once (static). Worth it where many rows share long ones: put the samples of a
+        prompt next to one another. Where nothing is shared, it costs a pass over nothing.
 
     Returns:
       The plan. A row that does not fit into T or `max_query_len` is left out and sets PLAN_OVERFLOW
@@ -173,6 +177,7 @@ def make_plan(
         block_size=state.block_size,
         num_tokens=num_tokens,
         max_query_len=max_query_len,
+        shared_prefix=shared_prefix,
     )
 
 

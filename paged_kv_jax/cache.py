@@ -161,11 +161,12 @@ class PagedKVCache:
         *,
         num_tokens: int | None = None,
         max_query_len: int | None = None,
+        shared_prefix: bool = False,
     ) -> tuple[Self, Plan]:
         """`paged_kv_jax.make_plan` on this cache's state; what did not fit joins the sticky word."""
         plan = allocator.make_plan(
             self.state, seq_ids, num_new_tokens, result,
-            num_tokens=num_tokens, max_query_len=max_query_len,
+            num_tokens=num_tokens, max_query_len=max_query_len, shared_prefix=shared_prefix,
         )  # fmt: skip
         state = dataclasses.replace(self.state, errors=self.state.errors | plan.errors)
         return dataclasses.replace(self, state=state), plan
@@ -177,13 +178,14 @@ class PagedKVCache:
         *,
         num_tokens: int | None = None,
         max_query_len: int | None = None,
+        shared_prefix: bool = False,
     ) -> tuple[Self, Plan, jax.Array]:
         """One step of live sequences: `append`, then `plan`.
 
         Args:
           seq_ids: int32 [B], live sequences, each at most once; -1 for a padding row.
           num_new_tokens: an int for every row alike, or int32 [B] with `num_tokens` = T.
-          num_tokens, max_query_len: as for `make_plan`.
+          num_tokens, max_query_len, shared_prefix: as for `make_plan`.
 
         Returns:
           The new cache, the plan, and int32 [B], the result of `append`.
@@ -192,8 +194,9 @@ class PagedKVCache:
             seq_ids, num_new_tokens, max_new_tokens=max_query_len or num_tokens
         )
         cache, plan = cache.plan(
-            seq_ids, num_new_tokens, result, num_tokens=num_tokens, max_query_len=max_query_len
-        )
+            seq_ids, num_new_tokens, result,
+            num_tokens=num_tokens, max_query_len=max_query_len, shared_prefix=shared_prefix,
+        )  # fmt: skip
         return cache, plan, result
 
     def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, plan: Plan) -> Self:

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from paged_kv_jax.cascade import SharedPrefix, find_shared_prefix
 from paged_kv_jax.errors import ResultCode
 
 
@@ -17,6 +18,7 @@ from paged_kv_jax.errors import ResultCode
     jax.tree_util.register_dataclass,
     data_fields=(
         "block_table", "kv_lens", "cu_q_lens", "slot_mapping", "positions", "token_rows", "errors",
+        "shared_prefix",
     ),
     meta_fields=("block_size", "max_query_len"),
 )  # fmt: skip
@@ -38,6 +40,8 @@ class Plan:
       errors: int32 [], sticky word; see `paged_kv_jax.errors`.
       block_size: P (static).
       max_query_len: no row brings more query tokens than that (static).
+      shared_prefix: what rows have in common, for attention to compute once; None where the plan was
+        not asked for it.
     """
 
     block_table: jax.Array
@@ -49,6 +53,7 @@ class Plan:
     errors: jax.Array
     block_size: int
     max_query_len: int
+    shared_prefix: SharedPrefix | None = None
 
     @property
     def num_rows(self) -> int:
@@ -167,6 +172,7 @@ def plan_from_tables(
     block_size: int,
     num_tokens: int | None = None,
     max_query_len: int | None = None,
+    shared_prefix: bool = False,
 ) -> Plan:
     """A plan from the tables of a scheduler of your own, with no `BlockState` involved.
 
@@ -178,6 +184,7 @@ def plan_from_tables(
       block_size: P of the pool, a power of two.
       num_tokens: T, required where `q_lens` is an array.
       max_query_len: the most tokens one row may bring; T if not given. Only for an array `q_lens`.
+      shared_prefix: as for `make_plan`.
 
     Returns:
       The plan. A row that does not fit is left out and sets PLAN_OVERFLOW in `plan.errors`.
@@ -195,8 +202,8 @@ def plan_from_tables(
             "both must have one entry per row"
         )
     return build_plan(
-        block_table, kv_lens, kv_lens > 0, q_lens,
-        block_size=block_size, num_tokens=num_tokens, max_query_len=max_query_len,
+        block_table, kv_lens, kv_lens > 0, q_lens, block_size=block_size,
+        num_tokens=num_tokens, max_query_len=max_query_len, shared_prefix=shared_prefix,
     )  # fmt: skip
 
 
@@ -209,6 +216,7 @@ def build_plan(
     block_size: int,
     num_tokens: int | None,
     max_query_len: int | None,
+    shared_prefix: bool,
 ) -> Plan:
     """The uniform plan for an int `q_lens`, the ragged one for an array; checks what is static."""
     if isinstance(q_lens, int):
@@ -219,26 +227,35 @@ def build_plan(
                 f"{num_tokens=} and {max_query_len=} are for query lengths given as an array; an int "
                 "gives every row the same number of places"
             )
-        return uniform_plan(block_table, kv_lens, takes_part, q_len=q_lens, block_size=block_size)
-    q_lens = as_int32("the query lengths", q_lens, 1)
-    if q_lens.shape != kv_lens.shape:
-        raise ValueError(
-            f"the query lengths have shape {q_lens.shape}; there are {kv_lens.shape[0]} rows"
-        )
-    if num_tokens is None:
-        raise ValueError(
-            "num_tokens is required where the query lengths are an array: it is the static number "
-            "of token places T that the rows are packed into"
-        )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1")
-    max_query_len = num_tokens if max_query_len is None else max_query_len
-    if not 1 <= max_query_len <= num_tokens:
-        raise ValueError(f"max_query_len={max_query_len} must be in [1, num_tokens={num_tokens}]")
-    return ragged_plan(
-        block_table, kv_lens, jnp.where(takes_part, q_lens, 0),
-        num_tokens=num_tokens, max_query_len=max_query_len, block_size=block_size,
-    )  # fmt: skip
+        plan = uniform_plan(block_table, kv_lens, takes_part, q_len=q_lens, block_size=block_size)
+    else:
+        q_lens = as_int32("the query lengths", q_lens, 1)
+        if q_lens.shape != kv_lens.shape:
+            raise ValueError(
+                f"the query lengths have shape {q_lens.shape}; there are {kv_lens.shape[0]} rows"
+            )
+        if num_tokens is None:
+            raise ValueError(
+                "num_tokens is required where the query lengths are an array: it is the static "
+                "number of token places T that the rows are packed into"
+            )
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens={num_tokens} must be at least 1")
+        max_query_len = num_tokens if max_query_len is None else max_query_len
+        if not 1 <= max_query_len <= num_tokens:
+            raise ValueError(
+                f"max_query_len={max_query_len} must be in [1, num_tokens={num_tokens}]"
+            )
+        plan = ragged_plan(
+            block_table, kv_lens, jnp.where(takes_part, q_lens, 0),
+            num_tokens=num_tokens, max_query_len=max_query_len, block_size=block_size,
+        )  # fmt: skip
+    if not shared_prefix:
+        return plan
+    found = find_shared_prefix(
+        plan.block_table, plan.kv_lens, plan.cu_q_lens, block_size=block_size
+    )
+    return dataclasses.replace(plan, shared_prefix=found)
 
 
 def as_int32(name: str, value: jax.Array, ndim: int) -> jax.Array:

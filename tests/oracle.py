@@ -210,9 +210,15 @@ def slot(case: Case, row: int, position: int) -> int:
 
 
 def visible_positions(
-    case: Case, row: int, position: int, sliding_window: int | None = None
+    case: Case,
+    row: int,
+    position: int,
+    sliding_window: int | None = None,
+    causal: bool = True,
 ) -> range:
     """Positions of the keys that a query at `position` of `row` sees."""
+    if not causal:
+        return range(int(case.kv_lens[row]))
     first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
     return range(first, max(first, min(position + 1, int(case.kv_lens[row]))))
 
@@ -221,13 +227,16 @@ def attention(
     case: Case,
     *,
     scale: float | None = None,
+    causal: bool = True,
     logits_soft_cap: float | None = None,
     sliding_window: int | None = None,
     sinks: np.ndarray | None = None,
     alibi_slopes: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Paged attention in float64: out [T, H, D] and the natural log-sum-exp [T, H]."""
-    return _attention(case, np.float64, scale, logits_soft_cap, sliding_window, sinks, alibi_slopes)
+    return _attention(
+        case, np.float64, scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, causal
+    )
 
 
 def dense_rounded(
@@ -268,7 +277,9 @@ def _tokens(case: Case):
             yield row, begin + i, int(kv_len) - (end - begin) + i
 
 
-def _attention(case, wide, scale, logits_soft_cap, sliding_window, sinks, alibi_slopes):
+def _attention(
+    case, wide, scale, logits_soft_cap, sliding_window, sinks, alibi_slopes, causal=True
+):
     num_tokens, num_heads, head_dim = case.q.shape
     group = num_heads // case.k_pool.shape[3]
     scale = head_dim**-0.5 if scale is None else scale
@@ -278,7 +289,7 @@ def _attention(case, wide, scale, logits_soft_cap, sliding_window, sinks, alibi_
         pool[case.layer].reshape(-1, *pool.shape[3:]) for pool in (case.k_pool, case.v_pool)
     )  # [slots, K, D]
     for row, token, position in _tokens(case):
-        positions = visible_positions(case, row, position, sliding_window)
+        positions = visible_positions(case, row, position, sliding_window, causal)
         slots = np.array([slot(case, row, key) for key in positions], np.int64)
         for head in range(num_heads):
             query = case.q[token, head].astype(wide)

@@ -1,5 +1,7 @@
 """Paged attention against the float64 oracle: every option, many shapes, three dtypes."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,6 +202,44 @@ def test_layer_is_an_argument(implementation: str):
         assert_right(case, implementation)
 
 
+# A row with more queries than keys besides the usual ones.
+NON_CAUSAL = dict(q_lens=[1, 5, 0, 13, 4], kv_lens=[1, 37, 0, 13, 2], num_tokens=26)
+
+
+@each_implementation
+@pytest.mark.parametrize("names", [(), ("sinks", "logits_soft_cap", "scale")])
+def test_without_causality_every_query_sees_all_keys_of_its_row(implementation: str, names):
+    case = case_with(seed=17, **NON_CAUSAL)
+    options = oracle.random_options(np.random.default_rng(18), 4, *names)
+    out, lse = oracle.run(case, implementation, causal=False, **options)
+    exact, exact_lse = oracle.attention(case, causal=False, **options)
+    np.testing.assert_allclose(out, exact, rtol=3e-6, atol=3e-6)
+    np.testing.assert_allclose(lse, exact_lse, rtol=2e-6, atol=2e-5)
+    causal, _ = oracle.attention(case, **options)
+    assert np.abs(causal - exact).max() > 0.1, "causality must matter in this test"
+
+
+@each_implementation
+def test_without_causality_too_no_unseen_slot_matters(implementation: str):
+    case = case_with(seed=19, q_lens=[1, 5], kv_lens=[1, 37], num_tokens=8)
+    zeros, nans = (
+        oracle.run(case.with_unseen(value), implementation, causal=False) for value in (0.0, np.nan)
+    )
+    for a, b in zip(zeros, nans, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@each_implementation
+@pytest.mark.parametrize("option", [dict(sliding_window=4), dict(alibi_slopes=jnp.ones(4))])
+def test_raw_kernels_refuse_distances_without_causality(implementation: str, option: dict):
+    kernel = importlib.import_module(f"paged_kv_jax.kernels.attention_{implementation}")
+    case = case_with()
+    with pytest.raises(ValueError, match=f"causal=False.*{next(iter(option))}"):
+        kernel.paged_attention(
+            *case.raw, max_query_len=case.max_query_len, scale=1.0, causal=False, **option
+        )
+
+
 def test_implementations_are_named_and_unknown_ones_refused():
     case = case_with()
     q, plan = jnp.asarray(case.q), case.plan()
@@ -232,6 +272,8 @@ def test_the_default_serves_and_is_the_one_that_supports_names_first():
         (dict(sinks=jnp.ones(3)), ValueError, r"sinks has shape \(3,\); .* \(4,\)"),
         (dict(alibi_slopes=jnp.ones((4, 1))), ValueError, r"alibi_slopes has shape \(4, 1\)"),
         (dict(sinks=jnp.ones(4, jnp.int32)), TypeError, "sinks has dtype int32"),
+        (dict(causal=False, sliding_window=3), ValueError, "causal=False .* sliding_window=3"),
+        (dict(causal=False, alibi_slopes=jnp.ones(4)), ValueError, "causal=False .* alibi_slopes"),
     ],
 )
 def test_static_mistakes_are_refused_by_name(change: dict, error: type, message: str):
