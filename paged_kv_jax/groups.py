@@ -91,14 +91,14 @@ class GroupedKVCache:
         return self._all_or_nothing(seq_ids, grown)
 
     def step(
-        self, seq_ids: jax.Array, num_new_tokens: jax.Array | int = 1, **sizes: int
+        self, seq_ids: jax.Array, num_new_tokens: jax.Array | int = 1, **options: Any
     ) -> tuple[Self, tuple[Plan, ...], jax.Array]:
         """One step of live sequences: what no query will see goes back, then append and plan.
 
         Args:
           seq_ids: int32 [B], live sequences, each at most once; -1 for a padding row.
           num_new_tokens: an int for every row alike, or int32 [B] with `num_tokens` = T.
-          **sizes: `num_tokens` and `max_query_len`, as for `make_plan`.
+          **options: `num_tokens`, `max_query_len`, `shared_prefix`, as for `make_plan`.
 
         Returns:
           The new cache, a plan for each group, and int32 [B], the result of `append`.
@@ -111,14 +111,14 @@ class GroupedKVCache:
                 cache, _ = cache.release_before(live, next_position - group.sliding_window + 1)
             grown.append(cache.append(seq_ids, num_new_tokens))
         grouped, result = self._all_or_nothing(seq_ids, grown)
-        grouped, plans = grouped.plan(seq_ids, num_new_tokens, result, **sizes)
+        grouped, plans = grouped.plan(seq_ids, num_new_tokens, result, **options)
         return grouped, plans, result
 
     def plan(
-        self, seq_ids: jax.Array, num_new_tokens: jax.Array | int, result: jax.Array, **sizes: int
+        self, seq_ids: jax.Array, num_new_tokens: jax.Array | int, result: jax.Array, **options: Any
     ) -> tuple[Self, tuple[Plan, ...]]:
         """`paged_kv_jax.make_plan` in every group."""
-        planned = [cache.plan(seq_ids, num_new_tokens, result, **sizes) for cache in self.caches]
+        planned = [cache.plan(seq_ids, num_new_tokens, result, **options) for cache in self.caches]
         caches, plans = zip(*planned, strict=True)
         return dataclasses.replace(self, caches=caches), plans
 

@@ -203,14 +203,21 @@ def test_who_shares_what(name: str):
         assert np.ptp(find(*case.raw[4:]).cu_q_lens[1:]) == 0
 
 
-def test_places_of_rows_that_take_no_part_yield_nothing():
+@pytest.mark.parametrize("idle", [0, 1, 2])
+def test_places_of_rows_that_take_no_part_yield_nothing(idle: int):
     case = make([1, 1, 1], [FULL, FULL, FULL], {1: (0, 5), 2: (0, 5)})
-    case.kv_lens[1] = 0  # it keeps its place, as in decode
+    case.kv_lens[idle] = 0  # it keeps its place, as in decode
+    assert assert_groups(case) == [([row for row in range(3) if row != idle], 5 * P)]
     out, lse = run(case)
-    assert find(*case.raw[4:]).kv_lens.tolist()[0] == 5 * P
-    np.testing.assert_array_equal(out[1], 0)
-    np.testing.assert_array_equal(lse[1], -np.inf)
+    np.testing.assert_array_equal(out[idle], 0)
+    np.testing.assert_array_equal(lse[idle], -np.inf)
     assert_right(case)
+
+
+def test_blocks_that_were_released_are_not_shared():
+    case = make([1, 1], [300, 300], {1: (0, 9)})
+    case.block_table[:2, 0] = -1
+    assert assert_groups(case) == []
 
 
 SHARING = dict(
