@@ -1,22 +1,25 @@
-"""Paged decode attention against the read ceiling and against other implementations.
+"""Paged attention against the read ceiling, the tensor cores and other implementations.
 
-    python benchmarks/attention.py [--peers all] [--cells B64x4096 ...] [--out DIR]
+    python benchmarks/attention.py [--kind decode] [--peers all] [--cells B64x4096 ...] [--out DIR]
+
+Three kinds of cells (attention_cells.py): decode, in TB/s of live keys and values and their share
+of what a kernel that only reads got in the same run; prefill, chunks and mixed batches, in useful
+TFLOP/s and their share of the tensor cores' peak; and cascade, decode over a prefix that all rows
+share, with and without computing it once.
 
 Each cell draws random queries, keys and values and a random block table, checks every contender's
-output against a float32 reference and then reports its median kernel time (see measure.py), the
-bytes of live keys and values per second, and their share of what a kernel that only reads got in
-the same run. A contender with variants (numbers of splits) is represented by its fastest. Results
-go to DIR (benchmarks/results) as JSON and PNG, the JSON after every measurement.
+output against a float32 reference (at some query tokens where there are many) and then reports its
+median kernel time (see measure.py). A contender with variants (numbers of splits) is represented by
+its fastest. Results go to DIR (benchmarks/results) as attention_<kind>.json and .png, the JSON after
+every measurement.
 """
 
 import argparse
-import dataclasses
 import functools
 import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
@@ -26,142 +29,104 @@ import jax.numpy as jnp
 import measure
 import numpy as np
 import peers
-from peers import Call, Case
+from attention_cells import CELLS, Case, Cell, checked_tokens, make_case, reference
+from peers import Call, Peer
 
-from paged_kv_jax.kernels import attention_reference
+import paged_kv_jax as pkv
 
 MAX_RELATIVE_ERROR = 1e-2  # of the output, in the Frobenius norm; bfloat16 rounding gives 2e-3
+PEAK_TFLOPS = 989.0  # dense bfloat16 of an H100 or H200 SXM, by NVIDIA's data sheet
+ITERATIONS = {"decode": 15, "prefill": 7, "cascade": 15}
+# What is plotted and tabulated of each kind: key, unit, and the line to compare it with.
+METRICS = {
+    "decode": ("tb_per_s", "live keys and values, TB/s", "read ceiling"),
+    "prefill": ("tflop_per_s", "useful TFLOP/s", "peak of the tensor cores"),
+    "cascade": ("time_us", "kernel time, us", None),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One workload: the lengths of its rows, its heads, its pool. One query token a row."""
-
-    name: str
-    lens: tuple[int, ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    block_size: int = 16
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the keys and values that the rows see, in bfloat16."""
-        return 2 * sum(self.lens) * self.num_kv_heads * self.head_dim * 2
-
-
-CELLS = [
-    Cell("B1x32768", (32768,)),
-    Cell("B8x8192", (8192,) * 8),
-    Cell("B8x32768", (32768,) * 8),
-    Cell("B64x4096", (4096,) * 64),
-    Cell("B64x4096-block64", (4096,) * 64, block_size=64),
-    Cell("B128x1024", (1024,) * 128),
-    Cell("B256x4096", (4096,) * 256),
-    Cell("B64-skewed", tuple(max(512, 32768 // rank) for rank in range(1, 65))),
-    Cell("B32x4096-64/8", (4096,) * 32, num_heads=64),
-    Cell("B64x8192-32/1", (8192,) * 64, num_kv_heads=1),
-    Cell("B64x4096-9/3x64", (4096,) * 64, num_heads=9, num_kv_heads=3, head_dim=64),
-]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _normal(key, shape):
-    return jax.random.normal(key, shape, jnp.bfloat16)
-
-
-def make_case(cell: Cell) -> Case:
-    """Random tensors, the same for the same cell."""
-    blocks = [-(-n // cell.block_size) for n in cell.lens]
-    order = np.random.default_rng(0).permutation(sum(blocks)).astype(np.int32)
-    table = np.full((len(blocks), max(blocks)), -1, np.int32)
-    first = 0
-    for row, count in enumerate(blocks):
-        table[row, :count] = order[first : first + count]
-        first += count
-
-    pool_shape = (1, sum(blocks), cell.block_size, cell.num_kv_heads, cell.head_dim)
-    q_key, k_key, v_key = jax.random.split(jax.random.key(0), 3)
-    return Case(
-        q=_normal(q_key, (len(blocks), cell.num_heads, cell.head_dim)),
-        k_pool=_normal(k_key, pool_shape),
-        v_pool=_normal(v_key, pool_shape),
-        block_table=jnp.asarray(table),
-        kv_lens=jnp.asarray(cell.lens, jnp.int32),
-        cu_q_lens=jnp.arange(len(blocks) + 1, dtype=jnp.int32),
-        lens=cell.lens,
-    )
-
-
-@jax.jit
-def _reference(q, k_pool, v_pool, block_table, kv_lens):
-    def one_row(row):
-        q, table, kv_len = row
-        cu_q_lens = jnp.array([0, 1], jnp.int32)
-        return attention_reference.paged_attention(
-            q[None].astype(jnp.float32),
-            k_pool,
-            v_pool,
-            0,
-            table[None],
-            kv_len[None],
-            cu_q_lens,
-            max_query_len=1,
-            scale=1 / math.sqrt(q.shape[-1]),
-        )[0][0]
-
-    return jax.lax.map(one_row, (q, block_table, kv_lens))  # a row at a time: rows are large
-
-
-def reference(case: Case) -> jax.Array:
-    """Dense float32 attention, [T, H, D]."""
-    return _reference(case.q, case.k_pool, case.v_pool, case.block_table, case.kv_lens)
-
-
-def _ours(kernel: str) -> Callable[[Case], list[Call]]:
+def _ours(implementation: str, *, shared_prefix: bool = False) -> Peer:
     def contender(case: Case) -> list[Call]:
-        if kernel == "mosaic_gpu":
-            from paged_kv_jax.kernels.decode_mosaic_gpu import paged_attention
-        else:
-            from paged_kv_jax.kernels.triton import paged_attention
+        def attend(q, k_pool, v_pool, plan, layer):
+            pool = pkv.KVPool(k=k_pool, v=v_pool)
+            return pkv.paged_attention(q, pool, layer, plan, implementation=implementation)
 
-        args = (case.q, case.k_pool, case.v_pool, jnp.int32(0))
-        args += (case.block_table, case.kv_lens, case.cu_q_lens)
-        attend = functools.partial(paged_attention, max_query_len=1, scale=case.scale)
-        compiled = jax.jit(lambda *args: attend(*args)[0]).lower(*args).compile()
-        return [lambda: compiled(*args).block_until_ready()]
+        plan = jax.jit(functools.partial(case.plan, shared_prefix=shared_prefix))()
+        args = case.q, case.k_pool, case.v_pool, plan, jnp.int32(0)
+        return [Call(peers.compiled(attend, *args))]
 
     return contender
 
 
-CONTENDERS = {"mosaic_gpu": _ours("mosaic_gpu"), "triton": _ours("triton"), **peers.PEERS}
+OURS = {
+    "decode": {"mosaic_gpu": _ours("mosaic_gpu"), "triton": _ours("triton")},
+    "prefill": {"mosaic_gpu": _ours("mosaic_gpu"), "xla": _ours("xla")},
+    "cascade": {
+        "mosaic_gpu": _ours("mosaic_gpu"),
+        "mosaic_gpu cascade": _ours("mosaic_gpu", shared_prefix=True),
+    },
+}
+CONTENDERS = {kind: ours | peers.PEERS[kind] for kind, ours in OURS.items()}
 
 
-def run(cell: Cell, case: Case, expected: jax.Array, name: str, read_ceiling: float) -> dict:
-    """Check one contender on one cell, then time it. A failure is a result with its error."""
-    result: dict = {"cell": dataclasses.asdict(cell) | {"lens": _short(cell.lens)}, "name": name}
+def run(
+    kind: str, name: str, case: Case, tokens: np.ndarray, expected: jax.Array, read_ceiling: float
+) -> dict:
+    """Check one contender on one cell, then time it. A failure is a result with its error.
+
+    Args:
+      kind, name: a contender.
+      case: the cell's tensors.
+      tokens: int [C], the query tokens to check.
+      expected: [C, H, D], what they should be.
+      read_ceiling: TB/s.
+    """
+    cell = case.cell
+    result: dict = {"cell": cell.record(), "name": name}
     try:
         best = math.inf
-        for call in CONTENDERS[name](case):
-            difference = jnp.linalg.norm((call().astype(jnp.float32) - expected).ravel())
-            error = float(difference / jnp.linalg.norm(expected.ravel()))
+        for call in CONTENDERS[kind][name](case):
+            out = call.unpack(call.run())[tokens].astype(jnp.float32)
+            error = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
             if not error < MAX_RELATIVE_ERROR:
                 raise ValueError(f"wrong: relative error {error}")
-            time_us = measure.median_us(call)
+            time_us = measure.median_us(call.run, ITERATIONS[kind])
+            if call.plan_us is not None:
+                result["plan_us"] = call.plan_us
             if time_us < best:
                 best = time_us
                 result |= {"time_us": time_us, "relative_error": error}
-            if hasattr(call, "plan_us"):
-                result["plan_us"] = call.plan_us  # pyright: ignore[reportAttributeAccessIssue]
-        speed = cell.live_bytes / best / 1e6
-        result |= {"tb_per_s": speed, "share_of_ceiling": speed / read_ceiling}
+        if kind == "prefill":
+            speed = cell.flops / best / 1e6
+            result |= {"tflop_per_s": speed, "share_of_peak": speed / PEAK_TFLOPS}
+        elif kind == "decode":
+            speed = cell.live_bytes / best / 1e6
+            result |= {"tb_per_s": speed, "share_of_ceiling": speed / read_ceiling}
     except Exception as error:  # whatever a peer raises, the others go on
         result["error"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     return result
 
 
-def _short(lens: tuple[int, ...]) -> str:
-    return f"{lens[0]} x {len(lens)}" if len(set(lens)) == 1 else ", ".join(map(str, lens))
+def over_parts(results: list[dict]) -> list[dict]:
+    """For each cell with parts and contender, its time over the sum of its parts' times."""
+    times = {(r["cell"]["name"], r["name"]): r["time_us"] for r in results if "time_us" in r}
+    ratios = []
+    for result in results:
+        parts = [(part, result["name"]) for part in result["cell"]["parts"]]
+        if parts and "time_us" in result and all(part in times for part in parts):
+            ratio = result["time_us"] / sum(times[part] for part in parts)
+            ratios.append({"cell": result["cell"]["name"], "name": result["name"], "ratio": ratio})
+    return ratios
+
+
+def speedups(results: list[dict]) -> list[dict]:
+    """For each cell and contender "x cascade", x's time over its own."""
+    times = {(r["cell"]["name"], r["name"]): r["time_us"] for r in results if "time_us" in r}
+    return [
+        {"cell": cell, "name": name, "speedup": times[cell, plain] / time_us}
+        for (cell, name), time_us in times.items()
+        if (plain := name.removesuffix(" cascade")) != name and (cell, plain) in times
+    ]
 
 
 def show(result: dict) -> str:
@@ -170,74 +135,123 @@ def show(result: dict) -> str:
     if "error" in result:
         return f"{line} {result['error']}"
     plan = f"  (plan {result['plan_us']:.0f} us)" if "plan_us" in result else ""
-    return (
-        f"{line} {result['time_us']:9.1f} us {result['tb_per_s']:6.2f} TB/s"
-        f" {result['share_of_ceiling']:6.1%}{plan}"
-    )
+    return f"{line} {_time_or_speed(result)}{plan}"
 
 
-def plot(record: measure.Record, path: pathlib.Path) -> None:
-    """Bars of TB/s for each cell and contender, against the read ceiling."""
+def _time_or_speed(result: dict) -> str:
+    if "error" in result:
+        return "-"
+    time = f"{result['time_us']:.1f} us"
+    if "tflop_per_s" in result:
+        return f"{time} {result['tflop_per_s']:.0f} TFLOP/s ({result['share_of_peak']:.0%})"
+    if "tb_per_s" in result:
+        return f"{time} {result['tb_per_s']:.2f} TB/s ({result['share_of_ceiling']:.0%})"
+    return time
+
+
+def plot(kind: str, record: measure.Record, path: pathlib.Path) -> None:
+    """Bars for each cell and contender, against what the hardware could do."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    done = [r for r in record.results if "tb_per_s" in r]
+    key, unit, line = METRICS[kind]
+    done = [r for r in record.results if key in r]
     cells = list(dict.fromkeys(r["cell"]["name"] for r in done))
-    names = [n for n in CONTENDERS if any(r["name"] == n for r in done)]
+    names = [n for n in CONTENDERS[kind] if any(r["name"] == n for r in done)]
     figure, axes = pyplot.subplots(figsize=(1.4 * len(cells) + 2, 5), layout="constrained")
     width = 0.85 / max(1, len(names))
     for i, name in enumerate(names):
-        bars = {r["cell"]["name"]: r["tb_per_s"] for r in done if r["name"] == name}
+        bars = {r["cell"]["name"]: r[key] for r in done if r["name"] == name}
         where = [cells.index(cell) + (i - (len(names) - 1) / 2) * width for cell in bars]
         axes.bar(where, list(bars.values()), width, label=name)
-    axes.axhline(record.ceilings["read"], color="black", linestyle="--", label="read ceiling")
+    if line is not None:
+        limit = record.ceilings["read"] if kind == "decode" else PEAK_TFLOPS
+        axes.axhline(limit, color="black", linestyle="--", label=line)
     axes.set_xticks(range(len(cells)), cells, rotation=25, ha="right")
-    axes.set_ylabel("live keys and values, TB/s")
-    axes.set_title(f"Paged decode attention, {record.environment['gpu']}, bfloat16")
+    axes.set_ylabel(unit)
+    axes.set_title(f"Paged attention, {kind}, {record.environment['gpu']}, bfloat16")
     axes.legend(ncols=4, fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.25))
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
-def main() -> None:
+def measure_kind(
+    kind: str, cells: list[Cell], names: list[str], record: measure.Record, path: pathlib.Path
+) -> None:
+    """Fill the record with all contenders on all cells, and save it after each."""
+    for cell in cells:
+        chosen = [n for n in names if not cell.contenders or n in cell.contenders]
+        if not chosen:
+            continue
+        case = make_case(cell)
+        tokens = checked_tokens(case)
+        expected = reference(case, tokens)
+        for name in chosen:
+            result = run(kind, name, case, tokens, expected, record.ceilings["read"])
+            record.results.append(result)
+            record.save(path)
+            print(show(result), flush=True)
+
+
+def report(kind: str, record: measure.Record, out: pathlib.Path) -> None:
+    """The table of one kind on the terminal, and its picture."""
+    by_key = {(r["cell"]["name"], r["name"]): r for r in record.results}
+    cells = list(dict.fromkeys(cell for cell, _ in by_key))
+    names = [n for n in CONTENDERS[kind] if any(name == n for _, name in by_key)]
+    rows = [
+        [cell, *(_time_or_speed(by_key.get((cell, n), {"error": "not asked"})) for n in names)]
+        for cell in cells
+    ]
+    print(f"\n{kind}\n{measure.table(['cell', *names], rows)}", flush=True)
+    for ratio in over_parts(record.results):
+        print(f"{ratio['cell']}, {ratio['name']}: {ratio['ratio']:.2f} times its parts' times")
+    for gain in speedups(record.results):
+        print(f"{gain['cell']}, {gain['name']}: {gain['speedup']:.2f} times as fast")
+    plot(kind, record, out / f"attention_{kind}.png")
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Run the cells and contenders that the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--peers", nargs="*", default=[], choices=["all", *peers.PEERS])
-    parser.add_argument("--cells", nargs="*", default=[cell.name for cell in CELLS])
+    all_peers = dict.fromkeys(name for kind in peers.PEERS.values() for name in kind)
+    parser.add_argument("--kind", default="all", choices=["all", *CELLS])
+    parser.add_argument("--peers", nargs="*", default=[], choices=["all", *all_peers])
+    parser.add_argument("--cells", nargs="*", metavar="CELL", help="by name; all if not given")
     parser.add_argument("--out", type=pathlib.Path, default=measure.RESULTS)
-    options = parser.parse_args()
-    cells = [cell for cell in CELLS if cell.name in options.cells]
-    names = [n for n in CONTENDERS if n not in peers.PEERS or {n, "all"} & set(options.peers)]
+    options = parser.parse_args(arguments)
+    known = [cell.name for cells in CELLS.values() for cell in cells]
+    if unknown := set(options.cells or ()) - set(known):
+        parser.error(f"no such cells: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    kinds = list(CELLS) if options.kind == "all" else [options.kind]
+    chosen = {
+        kind: [c for c in CELLS[kind] if not options.cells or c.name in options.cells]
+        for kind in kinds
+    }
+    chosen = {kind: cells for kind, cells in chosen.items() if cells}
+    names = {
+        kind: [n for n in CONTENDERS[kind] if n in OURS[kind] or {n, "all"} & set(options.peers)]
+        for kind in chosen
+    }
 
     # FlashInfer compiles on first use; that runs beside the others, and its turn comes last.
-    builds = peers.start_builds({c.head_dim for c in cells}) if "flashinfer" in names else []
-    record = measure.Record(measure.environment(), measure.ceilings())
-    print(record.environment, record.ceilings, sep="\n", flush=True)
-    for turn in [[n for n in names if n != "flashinfer"], [n for n in names if n == "flashinfer"]]:
-        if turn == ["flashinfer"]:
-            for build in builds:
-                build.wait()
-        for cell in cells if turn else []:
-            case = make_case(cell)
-            expected = reference(case)
-            for name in turn:
-                result = run(cell, case, expected, name, record.ceilings["read"])
-                record.results.append(result)
-                record.save(options.out / "attention.json")
-                print(show(result), flush=True)
-
-    print("\nTB/s of live keys and values (share of the read ceiling):")
-    by_key = {(r["cell"]["name"], r["name"]): r for r in record.results}
-    rows = [[cell.name, *(_cell_text(by_key[cell.name, n]) for n in names)] for cell in cells]
-    print(measure.table(["cell", *names], rows))
-    plot(record, options.out / "attention.png")
-
-
-def _cell_text(result: dict) -> str:
-    if "error" in result:
-        return "-"
-    return f"{result['tb_per_s']:.2f} ({result['share_of_ceiling']:.0%})"
+    late = {kind: [n for n in names[kind] if n.startswith("flashinfer")] for kind in chosen}
+    builds = peers.start_builds(
+        {(kind, cell.head_dim) for kind in chosen if late[kind] for cell in chosen[kind]}
+    )
+    environment, ceilings = measure.environment(), measure.ceilings()
+    print(environment, ceilings, sep="\n", flush=True)
+    records = {kind: measure.Record(environment, ceilings) for kind in chosen}
+    for is_late in (False, True):
+        for build in builds if is_late else ():
+            build.wait()
+        for kind, cells in chosen.items():
+            turn = [n for n in names[kind] if (n in late[kind]) == is_late]
+            path = options.out / f"attention_{kind}.json"
+            measure_kind(kind, cells, turn, records[kind], path)
+    for kind, record in records.items():
+        report(kind, record, options.out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Other implementations of paged decode attention, each on the tensors that ours gets.
+"""Other implementations of paged attention, each on the tensors that ours gets.
 
-A peer is a function `(case) -> call`: it prepares whatever the implementation wants to have
-prepared (layouts, plans; not timed) and returns a function that attends, waits and returns
-out [T, H, D] as a JAX array. It raises where the implementation refuses the case.
+A peer is a function `(case) -> calls`: it prepares whatever the implementation wants to have
+prepared (layouts, plans; not timed) and returns the calls to choose the fastest from. It raises
+where the implementation refuses the case.
 """
 
 import dataclasses
-import math
 import subprocess
 import sys
 import time
@@ -16,37 +15,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from attention_cells import Case, Cell, make_case
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """The tensors of one cell: decode, one query token a row (T == B)."""
+class Call:
+    """One way to attend.
 
-    q: jax.Array  # [T, H, D]
-    k_pool: jax.Array  # [1, N, P, K, D]
-    v_pool: jax.Array
-    block_table: jax.Array  # int32 [B, M], -1 for "no block"
-    kv_lens: jax.Array  # int32 [B]
-    cu_q_lens: jax.Array  # int32 [B + 1]
-    lens: tuple[int, ...]  # kv_lens, on the host
+    Attributes:
+      run: attends and waits; this is timed.
+      unpack: out [T, H, D] from what `run` returned; not timed.
+      plan_us: time of planning on the host, where the implementation does so for each step.
+    """
 
-    @property
-    def scale(self) -> float:
-        """Of the logits."""
-        return 1 / math.sqrt(self.q.shape[-1])
-
-    @property
-    def table(self) -> jax.Array:
-        """The block table with 0 for -1: peers may read the entries past a row's length."""
-        return jnp.maximum(self.block_table, 0)
+    run: Callable[[], Any]
+    unpack: Callable[[Any], jax.Array] = lambda out: out
+    plan_us: float | None = None
 
 
-Call = Callable[[], jax.Array]
-
-
-def _waiting(function: Callable[..., jax.Array], *args) -> Call:
-    compiled = jax.jit(function).lower(*args).compile()
-    return lambda: compiled(*args).block_until_ready()
+def compiled(function: Callable[..., jax.Array], *args) -> Callable[[], jax.Array]:
+    """A call of the compiled function that waits for its result."""
+    program = jax.jit(function).lower(*args).compile()
+    return lambda: program(*args).block_until_ready()
 
 
 def xla_gather(case: Case) -> list[Call]:
@@ -63,7 +54,8 @@ def xla_gather(case: Case) -> list[Call]:
         weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
         return jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(q.shape)
 
-    return [_waiting(attend, case.q, case.k_pool, case.v_pool, case.table, case.kv_lens)]
+    args = case.q, case.k_pool, case.v_pool, case.table, case.kv_lens
+    return [Call(compiled(attend, *args))]
 
 
 def jax_triton(case: Case) -> list[Call]:
@@ -85,7 +77,7 @@ def jax_triton(case: Case) -> list[Call]:
                 q * case.scale, k, v, table, lens, k_splits=splits, pages_per_compute_block=blocks
             ).reshape(q.shape)
 
-        calls.append(_waiting(attend, case.q, *heads_first, case.table, case.kv_lens))
+        calls.append(Call(compiled(attend, case.q, *heads_first, case.table, case.kv_lens)))
     return calls
 
 
@@ -114,17 +106,60 @@ def jax_cudnn(case: Case) -> list[Call]:
         )
         return (out[0] if isinstance(out, (tuple, list)) else out)[:, 0]
 
-    return [_waiting(attend, case.q, case.k_pool[0], case.v_pool[0], case.table, case.kv_lens)]
+    args = case.q, case.k_pool[0], case.v_pool[0], case.table, case.kv_lens
+    return [Call(compiled(attend, *args))]
+
+
+def cudnn_dense(case: Case) -> list[Call]:
+    """cuDNN's attention through `jax.nn`, over contiguous keys and values: a bound, not a peer.
+
+    Rows are padded to the longest, with their lengths as arguments.
+    """
+    cell = case.cell
+    if cell.q_lens != cell.kv_lens:
+        raise ValueError("serves whole prompts only: its causal mask starts at the first key")
+    padded, place = _padded(case, at_end=True)
+    longest = padded.shape[1]
+    k, v = (
+        pool[0, case.table].reshape(len(cell.kv_lens), -1, *pool.shape[3:])[:, :longest]
+        for pool in (case.k_pool, case.v_pool)
+    )
+
+    def attend(q, k, v, lens):
+        lens = lens if len(cell.kv_lens) > 1 else None
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=case.scale, is_causal=True, query_seq_lengths=lens,
+            key_value_seq_lengths=lens, implementation="cudnn",
+        )  # fmt: skip
+
+    return [Call(compiled(attend, padded, k, v, case.kv_lens), lambda out: out[place])]
+
+
+def _padded(case: Case, *, at_end: bool) -> tuple[jax.Array, tuple[np.ndarray, np.ndarray]]:
+    """q as [B, longest row, H, D], and each token's place (row, index) there."""
+    q_lens = np.array(case.cell.q_lens)
+    longest, rows = q_lens.max(), case.rows
+    index = np.arange(rows.size) - (np.cumsum(q_lens) - q_lens)[rows]
+    if not at_end:
+        index += longest - q_lens[rows]
+    padded = jnp.zeros((q_lens.size, longest, *case.q.shape[1:]), case.q.dtype)
+    return padded.at[rows, index].set(case.q), (rows, index)
 
 
 def flash_attention_3(case: Case) -> list[Call]:
-    """FlashAttention-3 through flash-attn3-jax, one call for each number of splits."""
+    """FlashAttention-3 through flash-attn3-jax, one call for each number of splits.
+
+    Its paged call takes one query length for all rows and aligns queries with the last key, so
+    shorter rows are padded in front, where queries see nothing and tiles are skipped.
+    """
     from flash_attn3_jax import flash_mha_with_kvcache  # pyright: ignore[reportMissingImports]
+
+    padded, place = _padded(case, at_end=False)
 
     def with_splits(splits: int) -> Call:
         def attend(q, k, v, table, lens):
-            out = flash_mha_with_kvcache(
-                q[:, None],
+            return flash_mha_with_kvcache(
+                q,
                 k,
                 v,
                 cache_seqlens=lens,
@@ -133,90 +168,139 @@ def flash_attention_3(case: Case) -> list[Call]:
                 is_causal=True,
                 num_splits=splits,
             )
-            return out[:, 0]
 
-        pools = case.k_pool[0], case.v_pool[0]
-        return _waiting(attend, case.q, *pools, case.table, case.kv_lens)
+        args = padded, case.k_pool[0], case.v_pool[0], case.table, case.kv_lens
+        return Call(compiled(attend, *args), lambda out: out[place])
 
-    return [with_splits(splits) for splits in (1, 2, 4, 8, 16)]
+    few_queries = padded.shape[1] <= 512  # more of them fill the GPU without splits
+    return [with_splits(splits) for splits in ((1, 2, 4, 8, 16) if few_queries else (1,))]
 
 
 def flashinfer(case: Case) -> list[Call]:
-    """FlashInfer through torch, on the same memory. Planning, on the host, is reported apart."""
-    import torch  # pyright: ignore[reportMissingImports]
+    """FlashInfer's decode through torch, on the same memory. Planning, on the host, is apart."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # pyright: ignore[reportMissingImports]
 
-    q, k, v = (torch.from_dlpack(x) for x in (case.q, case.k_pool[0], case.v_pool[0]))
-    block_size = k.shape[1]
-    blocks = [-(-n // block_size) for n in case.lens]
-    table = torch.from_dlpack(case.table).cpu()
-    indices = torch.cat([table[row, :count] for row, count in enumerate(blocks)]).cuda()
-    indptr = torch.tensor([0, *torch.tensor(blocks).cumsum(0).tolist()], dtype=torch.int32).cuda()
-    last = torch.tensor([(n - 1) % block_size + 1 for n in case.lens], dtype=torch.int32).cuda()
-    workspace = torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda")
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_tensor_cores=True, backend="fa2"
+        _workspace(), "NHD", use_tensor_cores=True, backend="fa2"
     )
+    return [_planned(case, wrapper, *_pages(case, 0, case.cell.kv_lens))]
+
+
+def flashinfer_prefill(case: Case) -> list[Call]:
+    """FlashInfer's paged prefill with its FlashAttention-3 kernels, likewise."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # pyright: ignore[reportMissingImports]
+
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend="fa3")
+    pages = _pages(case, 0, case.cell.kv_lens)
+    return [_planned(case, wrapper, _cumulative(case.cell.q_lens), *pages, causal=True)]
+
+
+def flashinfer_cascade(case: Case) -> list[Call]:
+    """FlashInfer's cascade of two levels: the prefix that all rows share, and the rest of each."""
+    from flashinfer import MultiLevelCascadeAttentionWrapper  # pyright: ignore[reportMissingImports]
+
+    cell = case.cell
+    wrapper = MultiLevelCascadeAttentionWrapper(2, _workspace(), "NHD")
+    own_lens = [n - cell.shared for n in cell.kv_lens]
+    levels = (
+        (_cumulative([case.q.shape[0]]), *_pages(case, 0, [cell.shared])),
+        (_cumulative(cell.q_lens), *_pages(case, cell.shared // cell.block_size, own_lens)),
+    )
+    return [_planned(case, wrapper, *map(list, zip(*levels, strict=True)), causal=True)]
+
+
+def _workspace() -> Any:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda")
+
+
+def _cumulative(lens) -> Any:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    return torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32).cuda()
+
+
+def _pages(case: Case, first: int, lens) -> list[Any]:
+    """What FlashInfer's plans take: offsets of the rows' blocks, the blocks, tokens in the last.
+
+    Of the first `len(lens)` rows, from column `first` of the table on.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    block_size = case.cell.block_size
+    blocks = [-(-n // block_size) for n in lens]
+    table = np.asarray(case.table)
+    indices = np.concatenate([table[row, first : first + n] for row, n in enumerate(blocks)])
+    last = [(n - 1) % block_size + 1 for n in lens]
+    return [
+        _cumulative(blocks),
+        torch.tensor(indices).cuda(),
+        torch.tensor(last, dtype=torch.int32).cuda(),
+    ]
+
+
+def _planned(case: Case, wrapper: Any, *arguments: Any, **options: Any) -> Call:
+    """A planned FlashInfer wrapper's call, and how long planning takes."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (torch.from_dlpack(x) for x in (case.q, case.k_pool[0], case.v_pool[0]))
+    cell = case.cell
 
     def plan() -> None:
         wrapper.plan(
-            indptr,
-            indices,
-            last,
-            q.shape[1],
-            k.shape[2],
-            q.shape[2],
-            block_size,
-            q_data_type=q.dtype,
-            kv_data_type=k.dtype,
-            sm_scale=case.scale,
-        )
+            *arguments, cell.num_heads, cell.num_kv_heads, cell.head_dim, cell.block_size,
+            q_data_type=q.dtype, kv_data_type=k.dtype, sm_scale=case.scale, **options,
+        )  # fmt: skip
+
+    def run() -> Any:
+        out = wrapper.run(q, (k, v))
+        torch.cuda.synchronize()
+        return out
 
     plan()  # builds the kernels on first use
     torch.cuda.synchronize()
     start = time.perf_counter()
     plan()
     torch.cuda.synchronize()
-    plan_us = 1e6 * (time.perf_counter() - start)
-    out = torch.empty_like(q)
-
-    def call() -> jax.Array:
-        wrapper.run(q, (k, v), out=out)
-        torch.cuda.synchronize()
-        return jnp.from_dlpack(out)
-
-    call.plan_us = plan_us  # pyright: ignore[reportFunctionMemberAccess]
-    return [call]
+    return Call(run, jnp.from_dlpack, 1e6 * (time.perf_counter() - start))
 
 
-PEERS: dict[str, Callable[[Case], list[Call]]] = {
-    "xla_gather": xla_gather,
-    "jax_triton": jax_triton,
-    "jax_cudnn": jax_cudnn,
-    "flash_attention_3": flash_attention_3,
-    "flashinfer": flashinfer,
+Peer = Callable[[Case], list[Call]]
+PEERS: dict[str, dict[str, Peer]] = {
+    "decode": {
+        "xla_gather": xla_gather,
+        "jax_triton": jax_triton,
+        "jax_cudnn": jax_cudnn,
+        "flash_attention_3": flash_attention_3,
+        "flashinfer": flashinfer,
+    },
+    "prefill": {
+        "cudnn_dense": cudnn_dense,
+        "flash_attention_3": flash_attention_3,
+        "flashinfer": flashinfer_prefill,
+    },
+    "cascade": {"flashinfer": flashinfer, "flashinfer cascade": flashinfer_cascade},
 }
 
 
-def start_builds(head_dims: set[int]) -> list[subprocess.Popen]:
+def start_builds(kinds_and_head_dims: set[tuple[str, int]]) -> list[subprocess.Popen]:
     """Compile FlashInfer's kernels in the background: it does so on first use, for minutes."""
-    return [subprocess.Popen([sys.executable, __file__, str(head_dim)]) for head_dim in head_dims]
+    return [
+        subprocess.Popen([sys.executable, __file__, kind, str(head_dim)])
+        for kind, head_dim in kinds_and_head_dims
+    ]
 
 
-def _build(head_dim: int) -> None:
-    ones = jnp.ones((1, 2, 16, 1, head_dim), jnp.bfloat16)
-    flashinfer(
-        Case(
-            q=jnp.ones((1, 1, head_dim), jnp.bfloat16),
-            k_pool=ones,
-            v_pool=ones,
-            block_table=jnp.zeros((1, 1), jnp.int32),
-            kv_lens=jnp.array([3], jnp.int32),
-            cu_q_lens=jnp.array([0, 1], jnp.int32),
-            lens=(3,),
-        )
+def _build(kind: str, head_dim: int) -> None:
+    case = make_case(
+        Cell("build", (35,), num_heads=1, num_kv_heads=1, head_dim=head_dim, shared=16)
     )
+    for name, peer in PEERS[kind].items():
+        if name.startswith("flashinfer"):
+            for call in peer(case):
+                call.run()
 
 
 if __name__ == "__main__":
-    _build(int(sys.argv[1]))
+    _build(sys.argv[1], int(sys.argv[2]))
