@@ -35,8 +35,8 @@ class SharedPrefix:
     Attributes:
       block_table: int32 [B, M], the blocks of each group; only its prefix counts.
       kv_lens: int32 [B], tokens of each group's prefix, a multiple of P; 0 where nothing is shared.
-      cu_q_lens: int32 [B + 1], cumulative query tokens of the groups. Token places of rows that take
-        no part are in some group, too.
+      cu_q_lens: int32 [B + 1], cumulative query tokens of the groups, up to the last one that shares
+        something. Places of rows that take no part lie within groups, too.
       own_block_table: int32 [B, M], what is left of each row's blocks.
       own_kv_lens: int32 [B], what is left of each row's tokens.
     """
@@ -82,7 +82,7 @@ def find_shared_prefix(
 
     beside = jnp.maximum(jnp.roll(shared, 1), jnp.roll(shared, -1))
     starts = (shared * block_size < MIN_SHARED_TOKENS) | (2 * shared < beside)
-    # Neighbours that share nothing are one group without a prefix rather than many.
+    # Rows that stand alone, one after another, are one group without a prefix rather than many.
     alone = starts & jnp.roll(starts, -1)
     starts &= ~(alone & jnp.roll(alone, 1)) | (row == 0)
     group = jnp.cumsum(starts, dtype=jnp.int32) - 1
@@ -97,6 +97,9 @@ def find_shared_prefix(
     group_blocks = jnp.where(has_prefix, group_blocks, 0)
     first_token = least(jnp.where(takes_part, cu_q_lens[order], cu_q_lens[-1]))
     first_token = jnp.minimum(first_token, cu_q_lens[-1]).at[0].set(0)
+    group_cu_q_lens = jnp.append(first_token, cu_q_lens[-1])
+    # Nothing is left to do after the last group with a prefix, or at all where there is none.
+    end = jnp.max(jnp.where(has_prefix, group_cu_q_lens[1:], 0))
 
     own_start = (
         jnp.zeros_like(kv_lens)
@@ -110,7 +113,7 @@ def find_shared_prefix(
     return SharedPrefix(
         block_table=table[jnp.minimum(least(row), num_rows - 1)],
         kv_lens=group_blocks * block_size,
-        cu_q_lens=jnp.append(first_token, cu_q_lens[-1]),
+        cu_q_lens=jnp.minimum(group_cu_q_lens, end),
         own_block_table=jnp.where(own_column < max_blocks, own_table, -1),
         own_kv_lens=kv_lens - own_start * block_size,
     )

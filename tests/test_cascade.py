@@ -118,8 +118,11 @@ def assert_groups(case: oracle.Case) -> list[tuple[list[int], int]]:
         blocks = case.block_table[rows[0], : shared // P]
         np.testing.assert_array_equal(found.block_table[group, : shared // P], blocks)
     assert np.count_nonzero(found.kv_lens) == len(expected)
+    # Rows that stand alone are lumped together, between groups that share something.
+    assert np.count_nonzero(np.diff(found.cu_q_lens)) <= 2 * len(expected)
     assert found.cu_q_lens[0] == 0
-    assert found.cu_q_lens[-1] == case.cu_q_lens[-1]
+    last = expected[-1][0][-1] if expected else -1
+    assert case.cu_q_lens[last + 1] <= found.cu_q_lens[-1] <= case.cu_q_lens[-1]
     assert np.all(np.diff(found.cu_q_lens) >= 0)
     np.testing.assert_array_equal(found.own_kv_lens, own)
     width = case.block_table.shape[1]
@@ -148,7 +151,7 @@ def random_case(seed: int) -> oracle.Case:
 
 def test_groups_and_attention_of_random_batches():
     found = []
-    for seed in range(30):
+    for seed in range(24):
         case = random_case(seed)
         found += assert_groups(case)
         assert_right(case)
@@ -157,7 +160,7 @@ def test_groups_and_attention_of_random_batches():
 
 
 def test_the_reference_agrees_on_random_batches():
-    for seed in range(100, 104):
+    for seed in range(100, 103):
         assert_right(random_case(seed), "reference")
 
 
@@ -189,6 +192,7 @@ EDGES = {
     "one stands apart": (
         [1] * 5, [300] * 5, {1: (0, 9), 4: (3, 8)}, [([0, 1], 9 * P), ([3, 4], 8 * P)],
     ),
+    "behind some that stand alone": ([1] * 5, [300] * 5, {4: (3, 8)}, [([3, 4], 8 * P)]),
     "a single row": ([4], [FULL], {}, []),
     "nobody": ([0, 0], [0, 0], {}, []),
 }  # fmt: skip
@@ -199,8 +203,8 @@ def test_who_shares_what(name: str):
     q_lens, kv_lens, parents, groups = EDGES[name]
     case = make(q_lens, kv_lens, parents)
     assert assert_groups(case) == groups
-    if not groups:  # one pass over nothing, not one for each row
-        assert np.ptp(find(*case.raw[4:]).cu_q_lens[1:]) == 0
+    if not groups:  # then nothing is done for them
+        assert not np.any(find(*case.raw[4:]).cu_q_lens)
 
 
 @pytest.mark.parametrize("idle", [0, 1, 2])
@@ -271,20 +275,16 @@ def test_supports_asks_for_both_passes(monkeypatch):
 
 
 def test_plan_from_tables_finds_prefixes_and_is_otherwise_the_same_plan():
-    case = make([1, 1], [FULL, 300], {1: (0, 6)})
-    table, kv_lens = jnp.asarray(case.block_table), jnp.asarray(case.kv_lens)
-    for q_lens, sizes in ((1, {}), (jnp.asarray(case.q_lens), dict(num_tokens=5))):
-        plain, plan = (
-            pkv.plan_from_tables(
-                table, kv_lens, q_lens, block_size=P, shared_prefix=shared_prefix, **sizes
-            )
-            for shared_prefix in (False, True)
+    case = make(**{**SHARING, "q_lens": [2, 1, 0, 1]})
+    plan = jax.jit(
+        lambda table, kv_lens, q_lens: pkv.plan_from_tables(
+            table, kv_lens, q_lens, block_size=P, num_tokens=TOKENS, max_query_len=MAX_QUERY_LEN,
+            shared_prefix=True,
         )
-        assert plain.shared_prefix is None
-        assert plan.shared_prefix.own_kv_lens.tolist() == [P, 300 - 5 * P] + [0] * 6
-        jax.tree.map(
-            np.testing.assert_array_equal, plain, dataclasses.replace(plan, shared_prefix=None)
-        )
+    )(*map(jnp.asarray, (case.block_table, case.kv_lens, case.q_lens)))  # fmt: skip
+    assert plan.shared_prefix.own_kv_lens.tolist()[:4] == [250 - 192, 222 - 192, 0, 260 - 192]
+    jax.tree.map(np.testing.assert_array_equal, plan, cascade_plan(case))
+    assert case.plan().shared_prefix is None
 
 
 CONFIG = pkv.KVCacheConfig(
@@ -308,7 +308,7 @@ def decode(cache: pkv.PagedKVCache, seq_ids: jax.Array):
         cache = tokens_in(cache, plan, seed)
         q = jax.random.normal(jax.random.key(seed + 100), (seq_ids.size, 2, 8))
         plain = dataclasses.replace(plan, shared_prefix=None)
-        outputs = cache.attend(q, 0, plan), cache.attend(q, 0, plain)
+        outputs = [cache.attend(q, 0, p, implementation="reference") for p in (plan, plain)]
         return cache, (*outputs, plan.kv_lens - plan.shared_prefix.own_kv_lens)
 
     return jax.lax.scan(step, cache, jnp.arange(1, 4))[1]
@@ -321,7 +321,7 @@ def assert_decodes_the_same(cache: pkv.PagedKVCache, *seq_ids: int) -> list[int]
     return shared[0].tolist()
 
 
-def test_forks_and_admitted_prompts_decode_over_what_they_share_with_one_program():
+def test_forks_decode_over_what_they_share_with_one_program():
     @jax.jit
     def forked():
         cache, first = pkv.PagedKVCache.create(CONFIG), jnp.arange(1)
@@ -333,18 +333,20 @@ def test_forks_and_admitted_prompts_decode_over_what_they_share_with_one_program
     assert assert_decodes_the_same(cache, 0, 1, 2, 3) == [160] * 4
     assert assert_decodes_the_same(cache, 0, -1, 2, 5) == [160, 0, 160, 0]
     assert assert_decodes_the_same(cache, 3, -1, -1, -1) == [0] * 4
+    assert decode._cache_size() == 1
+
+
+def test_prompts_admitted_over_a_cached_prefix_share_it():
+    tokens = jnp.tile(jnp.arange(160), (2, 1)).at[:, 150:].add(jnp.array([[100], [200]]))
 
     @jax.jit
-    def admit(cache, seq_id, tokens):
-        seq_ids, lens = seq_id[None], jnp.array([160])
+    def admit(cache, seq_ids):
+        lens = jnp.full(2, 160)
         cache, result, found = cache.admit(seq_ids, tokens, lens)
-        cache, plan = cache.plan(seq_ids, lens - found, result, num_tokens=160)
-        return tokens_in(cache, plan, seq_id).commit(seq_ids, tokens, lens)[0]
+        _, plan = cache.plan(seq_ids, lens - found, result, num_tokens=192, shared_prefix=True)
+        return cache.commit(seq_ids, tokens, lens)[0], plan.kv_lens - plan.shared_prefix.own_kv_lens
 
-    cache = pkv.PagedKVCache.create(CONFIG, prefix_reuse=True)
-    for seq_id in (0, 1):  # the second finds what the first has committed
-        tokens = jnp.arange(160)[None].at[:, 150:].add(100 * seq_id)
-        cache = admit(cache, jnp.int32(seq_id), tokens)
-    cache = dataclasses.replace(cache, index=None)
-    assert assert_decodes_the_same(cache, 0, 1, -1, -1) == [128, 128, 0, 0]
-    assert decode._cache_size() == 1
+    cache, shared = admit(pkv.PagedKVCache.create(CONFIG, prefix_reuse=True), jnp.array([0, -1]))
+    assert shared.tolist() == [0, 0]
+    _, shared = admit(cache, jnp.array([1, 2]))
+    assert shared.tolist() == [128, 128]
