@@ -20,7 +20,8 @@ class Cell:
     Attributes:
       kv_lens: keys of each row, this step's tokens included.
       q_lens: query tokens of each row; one each if not given (decode).
-      shared: tokens at the beginning of all rows that are the same blocks.
+      shared: tokens at the beginning of rows that are in the same blocks.
+      sharers: how many rows, one after another, share them; all rows if not given.
       parts: names of the cells that together do this one's work.
       contenders: who is measured; everyone if empty.
     """
@@ -33,11 +34,13 @@ class Cell:
     head_dim: int = 128
     block_size: int = 16
     shared: int = 0
+    sharers: int = 0
     parts: tuple[str, ...] = ()
     contenders: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "q_lens", self.q_lens or (1,) * len(self.kv_lens))
+        object.__setattr__(self, "sharers", self.sharers or len(self.kv_lens))
 
     @property
     def live_bytes(self) -> int:
@@ -91,6 +94,7 @@ PREFILL = [
 CASCADE = [
     Cell("B64x8192+512", (8704,) * 64, shared=8192),
     Cell("B256x2048+256", (2304,) * 256, shared=2048),
+    Cell("16x16x2048+256", (2304,) * 256, shared=2048, sharers=16),  # samples of 16 prompts
     Cell("B16x1024+1024", (2048,) * 16, shared=1024),
 ]
 
@@ -151,12 +155,14 @@ def make_case(cell: Cell) -> Case:
     """Random tensors, the same for the same cell."""
     shared = cell.shared // cell.block_size
     own = [-(-n // cell.block_size) - shared for n in cell.kv_lens]
-    num_blocks = shared + sum(own)
+    num_groups = -(-len(own) // cell.sharers)
+    num_blocks = shared * num_groups + sum(own)
     order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    prefixes = order[: shared * num_groups].reshape(num_groups, shared)
     table = np.full((len(own), shared + max(own)), -1, np.int32)
-    table[:, :shared] = order[:shared]
-    first = shared
+    first = prefixes.size
     for row, count in enumerate(own):
+        table[row, :shared] = prefixes[row // cell.sharers]
         table[row, shared : shared + count] = order[first : first + count]
         first += count
 

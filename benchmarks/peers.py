@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -183,7 +183,8 @@ def flashinfer(case: Case) -> list[Call]:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
         _workspace(), "NHD", use_tensor_cores=True, backend="fa2"
     )
-    return [_planned(case, wrapper, *_pages(case, 0, case.cell.kv_lens))]
+    rows = range(len(case.cell.kv_lens))
+    return [_planned(case, wrapper, *_pages(case, rows, 0, case.cell.kv_lens))]
 
 
 def flashinfer_prefill(case: Case) -> list[Call]:
@@ -191,20 +192,24 @@ def flashinfer_prefill(case: Case) -> list[Call]:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # pyright: ignore[reportMissingImports]
 
     wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend="fa3")
-    pages = _pages(case, 0, case.cell.kv_lens)
+    pages = _pages(case, range(len(case.cell.kv_lens)), 0, case.cell.kv_lens)
     return [_planned(case, wrapper, _cumulative(case.cell.q_lens), *pages, causal=True)]
 
 
 def flashinfer_cascade(case: Case) -> list[Call]:
-    """FlashInfer's cascade of two levels: the prefix that all rows share, and the rest of each."""
+    """FlashInfer's cascade of two levels: the prefixes that rows share, and the rest of each row."""
     from flashinfer import MultiLevelCascadeAttentionWrapper  # pyright: ignore[reportMissingImports]
 
     cell = case.cell
     wrapper = MultiLevelCascadeAttentionWrapper(2, _workspace(), "NHD")
+    rows = range(len(cell.kv_lens))
+    first_rows = rows[:: cell.sharers]
+    queries = [sum(cell.q_lens[row : row + cell.sharers]) for row in first_rows]
     own_lens = [n - cell.shared for n in cell.kv_lens]
+    own_start = cell.shared // cell.block_size
     levels = (
-        (_cumulative([case.q.shape[0]]), *_pages(case, 0, [cell.shared])),
-        (_cumulative(cell.q_lens), *_pages(case, cell.shared // cell.block_size, own_lens)),
+        (_cumulative(queries), *_pages(case, first_rows, 0, [cell.shared] * len(first_rows))),
+        (_cumulative(cell.q_lens), *_pages(case, rows, own_start, own_lens)),
     )
     return [_planned(case, wrapper, *map(list, zip(*levels, strict=True)), causal=True)]
 
@@ -215,23 +220,25 @@ def _workspace() -> Any:
     return torch.zeros(512 * 2**20, dtype=torch.uint8, device="cuda")
 
 
-def _cumulative(lens) -> Any:
+def _cumulative(lens: Sequence[int]) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
 
     return torch.tensor([0, *np.cumsum(lens).tolist()], dtype=torch.int32).cuda()
 
 
-def _pages(case: Case, first: int, lens) -> list[Any]:
+def _pages(case: Case, rows: Sequence[int], first: int, lens: Sequence[int]) -> list[Any]:
     """What FlashInfer's plans take: offsets of the rows' blocks, the blocks, tokens in the last.
 
-    Of the first `len(lens)` rows, from column `first` of the table on.
+    `lens[i]` tokens of `rows[i]`, from column `first` of the table on.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
     block_size = case.cell.block_size
     blocks = [-(-n // block_size) for n in lens]
     table = np.asarray(case.table)
-    indices = np.concatenate([table[row, first : first + n] for row, n in enumerate(blocks)])
+    indices = np.concatenate(
+        [table[row, first : first + n] for row, n in zip(rows, blocks, strict=True)]
+    )
     last = [(n - 1) % block_size + 1 for n in lens]
     return [
         _cumulative(blocks),
