@@ -154,7 +154,9 @@ def _passes(
 ) -> list[tuple[tuple[jax.Array, ...], dict[str, Any]]]:
     """The kernel calls of an attention: (block_table, kv_lens, cu_q_lens) and keyword arguments.
 
-    One, or two whose results are to be merged: what rows have in common, and each row's own.
+    One, or two whose results are to be merged: what rows have in common, and each row's own. Both are
+    made also where nothing turns out to be shared: on a GPU, a pass over nothing takes less than a
+    condition, whose value XLA would have the host read.
     """
     settings = dict(max_query_len=plan.max_query_len, **options)
     shared = plan.shared_prefix
