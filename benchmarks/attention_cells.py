@@ -190,20 +190,22 @@ def checked_tokens(case: Case) -> np.ndarray:
 def reference(case: Case, tokens: np.ndarray) -> jax.Array:
     """Dense float32 attention of some query tokens, [tokens, H, D]."""
 
-    @jax.jit
-    def attend(q, k_pool, v_pool, block_table, rows, positions):
-        def one_token(token):
-            q, row, position = token
-            out, _ = attention_reference.paged_attention(
-                q[None].astype(jnp.float32), k_pool, v_pool, 0, block_table[row][None],
-                position[None] + 1, jnp.array([0, 1], jnp.int32), max_query_len=1, scale=case.scale,
-            )  # fmt: skip
-            return out[0]
-
-        return jax.lax.map(one_token, (q, rows, positions))  # one at a time: rows are large
-
     rows, positions = (jnp.asarray(x[tokens], jnp.int32) for x in (case.rows, case.positions))
-    return attend(case.q[tokens], case.k_pool, case.v_pool, case.block_table, rows, positions)
+    tables = case.block_table[rows]
+    return _reference(case.q[tokens], case.k_pool, case.v_pool, tables, positions)
+
+
+@jax.jit
+def _reference(q, k_pool, v_pool, tables, positions):
+    def one_token(token):
+        q, table, position = token
+        out, _ = attention_reference.paged_attention(
+            q[None].astype(jnp.float32), k_pool, v_pool, 0, table[None], position[None] + 1,
+            jnp.array([0, 1], jnp.int32), max_query_len=1, scale=1 / math.sqrt(q.shape[-1]),
+        )  # fmt: skip
+        return out[0]
+
+    return jax.lax.map(one_token, (q, tables, positions))  # one at a time: rows are large
 
 
 def _short(lens: tuple[int, ...]) -> str:

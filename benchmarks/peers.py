@@ -291,12 +291,32 @@ PEERS: dict[str, dict[str, Peer]] = {
 }
 
 
-def start_builds(kinds_and_head_dims: set[tuple[str, int]]) -> list[subprocess.Popen]:
+Builds = dict[tuple[str, int], subprocess.Popen]  # by kind of cell and head_dim
+
+
+def start_builds(kinds_and_head_dims: set[tuple[str, int]]) -> Builds:
     """Compile FlashInfer's kernels in the background: it does so on first use, for minutes."""
-    return [
-        subprocess.Popen([sys.executable, __file__, kind, str(head_dim)])
+    return {
+        (kind, head_dim): subprocess.Popen([sys.executable, __file__, kind, str(head_dim)])
         for kind, head_dim in kinds_and_head_dims
-    ]
+    }
+
+
+def finish_builds(builds: Builds, seconds: float) -> set[tuple[str, int]]:
+    """Wait until the builds are done, or so long; says which did not succeed, and returns them."""
+    failed = set()
+    deadline = time.monotonic() + seconds
+    for key, build in builds.items():
+        try:
+            how = f"ended with {build.wait(max(0.0, deadline - time.monotonic()))}"
+        except subprocess.TimeoutExpired:
+            build.kill()
+            build.wait()
+            how = f"took more than {seconds:.0f} s longer than everything else"
+        if build.returncode != 0:
+            failed.add(key)
+            print(f"FlashInfer is left out of {key[0]} at head_dim {key[1]}: its build {how}")
+    return failed
 
 
 def _build(kind: str, head_dim: int) -> None:
