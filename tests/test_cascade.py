@@ -235,16 +235,16 @@ def test_options_that_the_two_passes_share():
     options = oracle.random_options(
         np.random.default_rng(2), 2, "scale", "logits_soft_cap", "sinks"
     )
-    assert_right(case, **options)
+    assert_right(case, "reference", **options)
 
 
 def test_all_keys_of_a_row_are_seen_without_causality():
-    assert_right(make(**SHARING, seed=3), causal=False)
+    assert_right(make(**SHARING, seed=3), "reference", causal=False)
 
 
 def test_options_that_reckon_with_distances_attend_row_by_row():
     options = oracle.random_options(np.random.default_rng(5), 2, "sliding_window", "alibi_slopes")
-    assert_right(make(**SHARING, seed=4), **options)
+    assert_right(make(**SHARING, seed=4), "reference", **options)
 
 
 def test_no_unseen_slot_matters():
