@@ -1,7 +1,7 @@
 """Raw kernels: arrays in, arrays out, one module per operation and backend.
 
-Nothing here knows the package's pytrees; `paged_kv_jax.attention` and `paged_kv_jax.pool` choose
-among these modules and import the chosen one on first use.
+Nothing here knows the package's pytrees; `paged_kv_jax.attention`, `paged_kv_jax.pool` and
+`paged_kv_jax.allocator` choose among these modules and import the chosen one on first use.
 """
 
 if __name__ == "kernels":

@@ -2,8 +2,7 @@
 
 One decode step, for B sequences::
 
-    state, result = pkv.append(state, seq_ids, 1)
-    plan = pkv.make_plan(state, seq_ids, 1, result)             # once a step; all layers share it
+    state, plan, result = pkv.step(state, seq_ids, 1)           # once a step; all layers share it
     pool = pkv.write(pool, layer, k, v, plan)                   # [T, K, D] each
     out = pkv.paged_attention(q, pool, layer, plan)             # [T, H, D]
 """
@@ -20,6 +19,7 @@ from paged_kv_jax.allocator import (
     init,
     make_plan,
     stats,
+    step,
 )
 from paged_kv_jax.attention import paged_attention, supports
 from paged_kv_jax.cache import PagedKVCache
@@ -84,6 +84,7 @@ __all__ = [
     "release_before",
     "resize",
     "stats",
+    "step",
     "supports",
     "swap_in",
     "swap_out",

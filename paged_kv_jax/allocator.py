@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_kv_jax import dispatch
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import ResultCode, sticky_bits
-from paged_kv_jax.plan import Plan, as_int32, build_plan, narrow
+from paged_kv_jax.plan import Plan, as_int32, build_plan, narrow, with_shared_prefix
 from paged_kv_jax.state import BlockState, release_blocks, resolve_rows, take_blocks
 
 
@@ -179,6 +180,61 @@ def make_plan(
         max_query_len=max_query_len,
         shared_prefix=shared_prefix,
     )
+
+
+def step(
+    state: BlockState,
+    seq_ids: jax.Array,
+    num_new_tokens: jax.Array | int,
+    *,
+    num_tokens: int | None = None,
+    max_query_len: int | None = None,
+    shared_prefix: bool = False,
+    implementation: str | None = None,
+) -> tuple[BlockState, Plan, jax.Array]:
+    """`append`, then `make_plan`: what a loop does each step, in one kernel where there is one.
+
+    Args:
+      state: the allocator's state.
+      seq_ids: int32 [B], live sequences, each at most once; -1 for a padding row.
+      num_new_tokens: tokens to add: an int for every row alike (decode: 1), or int32 [B].
+      num_tokens, max_query_len: as for `make_plan`; the latter, or else the former, also bounds an
+        array `num_new_tokens`.
+      shared_prefix: as for `make_plan`.
+      implementation: "triton" or "xla"; None picks the best that supports the call. They agree in
+        every bit.
+
+    Returns:
+      The new state, whose sticky word `plan.errors` has joined; the plan; and int32 [B], the result
+      of `append`.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or static arguments that cannot work.
+      NotImplementedError: the implementation asked for cannot serve the call; the message says why.
+    """
+    seq_ids = as_int32("seq_ids", seq_ids, 1)
+    counts, _ = _token_counts("num_new_tokens", num_new_tokens, seq_ids.shape, None)
+    name = dispatch.pick("step", implementation, seq_ids, state.block_table, num_new_tokens=counts)
+    # Sizes do not go with an int; make_plan says so.
+    if name == "xla" or num_tokens is not None or max_query_len is not None:
+        state, result = append(state, seq_ids, counts, max_new_tokens=max_query_len or num_tokens)
+        plan = make_plan(
+            state, seq_ids, counts, result,
+            num_tokens=num_tokens, max_query_len=max_query_len, shared_prefix=shared_prefix,
+        )  # fmt: skip
+        return dataclasses.replace(state, errors=state.errors | plan.errors), plan, result
+
+    kernel = dispatch.kernel("step", name)
+    table, lens, owned, free_top, ref_count, errors, result, *arrays = kernel(
+        state.block_table, state.seq_lens, state.seq_block_count, state.free_list, state.free_top,
+        state.ref_count, state.errors, seq_ids,
+        num_new_tokens=counts, block_size=state.block_size,
+    )  # fmt: skip
+    state = BlockState(
+        table, lens, owned, state.free_list, free_top, ref_count, errors, state.block_size
+    )
+    plan = Plan(*arrays, block_size=state.block_size, max_query_len=int(counts))
+    return state, with_shared_prefix(plan) if shared_prefix else plan, result
 
 
 def block_count(state: BlockState, seq_ids: jax.Array) -> jax.Array:

@@ -180,7 +180,7 @@ class PagedKVCache:
         max_query_len: int | None = None,
         shared_prefix: bool = False,
     ) -> tuple[Self, Plan, jax.Array]:
-        """One step of live sequences: `append`, then `plan`.
+        """`paged_kv_jax.step` on this cache's state: `append`, then `plan`.
 
         Args:
           seq_ids: int32 [B], live sequences, each at most once; -1 for a padding row.
@@ -190,14 +190,12 @@ class PagedKVCache:
         Returns:
           The new cache, the plan, and int32 [B], the result of `append`.
         """
-        cache, result = self.append(
-            seq_ids, num_new_tokens, max_new_tokens=max_query_len or num_tokens
-        )
-        cache, plan = cache.plan(
-            seq_ids, num_new_tokens, result,
+        cache = self._with_room(_blocks_to_take, seq_ids, num_new_tokens)
+        state, plan, result = allocator.step(
+            cache.state, seq_ids, num_new_tokens,
             num_tokens=num_tokens, max_query_len=max_query_len, shared_prefix=shared_prefix,
         )  # fmt: skip
-        return cache, plan, result
+        return dataclasses.replace(cache, state=state), plan, result
 
     def write(self, layer: jax.Array | int, k: jax.Array, v: jax.Array, plan: Plan) -> Self:
         """`paged_kv_jax.write` into this cache's pool."""

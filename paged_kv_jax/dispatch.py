@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from absl import logging
 
-# Operation -> implementation -> module of paged_kv_jax.kernels, best first.
-IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+# Operation -> implementation -> module of paged_kv_jax.kernels, best first; None where the caller's own
+# XLA operations serve.
+IMPLEMENTATIONS: dict[str, dict[str, str | None]] = {
     "paged_attention": {
         "mosaic_gpu": "decode_mosaic_gpu",
         "triton": "triton",
@@ -23,6 +24,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "write": {"mosaic_gpu": "write_mosaic_gpu", "triton": "triton", "xla": "write_xla"},
     "copy_blocks": {"mosaic_gpu": "copy_mosaic_gpu", "xla": "write_xla"},
+    "step": {"triton": "allocator_step_triton", "xla": None},
 }
 # These serve every call on every platform.
 _EVERYWHERE = ("xla", "reference")
@@ -56,10 +58,8 @@ def unsupported_reason(operation: str, name: str, *args: Any, **options: Any) ->
     return check(*args, **options, compute_capability=capability)
 
 
-def choose(
-    operation: str, name: str | None, *args: Any, **options: Any
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The kernel for a call: the named one, or the best that supports it.
+def pick(operation: str, name: str | None, *args: Any, **options: Any) -> str:
+    """The implementation for a call: the named one, or the best that supports it.
 
     Args:
       operation: a key of `IMPLEMENTATIONS`.
@@ -70,20 +70,31 @@ def choose(
       ValueError: there is no implementation of that name.
       NotImplementedError: the named implementation cannot serve the call.
     """
-    modules = IMPLEMENTATIONS[operation]
     if name is not None:
         reason = unsupported_reason(operation, name, *args, **options)
         if reason is not None:
             raise NotImplementedError(f"implementation={name!r} cannot serve this call: {reason}")
-        return getattr(_module(modules[name]), operation)
+        return name
     passed_over = []
-    for candidate, module in modules.items():
+    for candidate in IMPLEMENTATIONS[operation]:
         reason = unsupported_reason(operation, candidate, *args, **options)
         if reason is None:
             _log_choice(operation, candidate, "; ".join(passed_over))
-            return getattr(_module(module), operation)
+            return candidate
         passed_over.append(f"{candidate}: {reason}")
     raise NotImplementedError(f"no implementation of {operation} serves this call: {passed_over}")
+
+
+def kernel(operation: str, name: str) -> Callable[..., tuple[jax.Array, ...]]:
+    """The function of an implementation that has a module."""
+    return getattr(_module(IMPLEMENTATIONS[operation][name]), operation)
+
+
+def choose(
+    operation: str, name: str | None, *args: Any, **options: Any
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernel for a call; arguments and errors as for `pick`."""
+    return kernel(operation, pick(operation, name, *args, **options))
 
 
 def _default_device() -> Any:
@@ -91,7 +102,7 @@ def _default_device() -> Any:
     return device if isinstance(device, jax.Device) else jax.devices(device)[0]
 
 
-def _module(name: str) -> Any:
+def _module(name: str | None) -> Any:
     return importlib.import_module(f"paged_kv_jax.kernels.{name}")
 
 

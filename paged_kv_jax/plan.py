@@ -250,10 +250,13 @@ def build_plan(
             block_table, kv_lens, jnp.where(takes_part, q_lens, 0),
             num_tokens=num_tokens, max_query_len=max_query_len, block_size=block_size,
         )  # fmt: skip
-    if not shared_prefix:
-        return plan
+    return with_shared_prefix(plan) if shared_prefix else plan
+
+
+def with_shared_prefix(plan: Plan) -> Plan:
+    """The plan with what its rows have in common."""
     found = find_shared_prefix(
-        plan.block_table, plan.kv_lens, plan.cu_q_lens, block_size=block_size
+        plan.block_table, plan.kv_lens, plan.cu_q_lens, block_size=plan.block_size
     )
     return dataclasses.replace(plan, shared_prefix=found)
 

@@ -79,7 +79,8 @@ def test_a_name_that_cannot_serve_raises_with_the_reason_and_never_falls_back(on
 
 @pytest.mark.parametrize("operation", list(dispatch.IMPLEMENTATIONS))
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(operation):
-    with pytest.raises(ValueError, match="'cuda' is not one of 'mosaic_gpu'"):
+    there_are = ", ".join(map(repr, dispatch.IMPLEMENTATIONS[operation]))
+    with pytest.raises(ValueError, match=f"'cuda' is not one of {there_are}"):
         dispatch.choose(operation, "cuda", None)
 
 
@@ -101,6 +102,6 @@ def test_every_implementation_of_the_table_has_its_function():
     import importlib
 
     for operation, modules in dispatch.IMPLEMENTATIONS.items():
-        for module in modules.values():
+        for module in filter(None, modules.values()):
             kernels = importlib.import_module(f"paged_kv_jax.kernels.{module}")
             assert callable(getattr(kernels, operation))
