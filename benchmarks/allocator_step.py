@@ -2,12 +2,12 @@
 
     python benchmarks/allocator_step.py [--out DIR]
 
-Times one decode step's control work, `append` of one token per row and `make_plan`, inside one
-compiled loop that carries the state, for pools of 1,000, 100,000 and 1,000,000 blocks and tables of
-the same width. Sequences start at lengths spread over a block, so that in each step a sixteenth of
-them takes a block; after sixteen steps all are freed and started again, in the loop and in its time.
-Rows beyond the sequences that 1,000 blocks can serve are padding, in every pool alike. The pools take
-turns, and the best of the rounds counts, so that other work on the machine weighs on all of them.
+Times one decode step's control work, `step` with one token per row, inside one compiled loop that
+carries the state, for pools of 1,000, 100,000 and 1,000,000 blocks and tables of the same width.
+Sequences start at lengths spread over a block, so that in each step a sixteenth of them takes a block;
+after sixteen steps all are freed and started again, in the loop and in its time. Rows beyond the
+sequences that 1,000 blocks can serve are padding, in every pool alike. The pools take turns, and the
+best of the rounds counts, so that other work on the machine weighs on all of them.
 Prints a table and writes it to DIR (benchmarks/results) as JSON and Markdown.
 """
 
@@ -54,8 +54,7 @@ def run(state: pkv.BlockState, *, num_rows: int) -> tuple[pkv.BlockState, jax.Ar
 
     def step(carry, _):
         state, checksum = carry
-        state, result = pkv.append(state, seq_ids, 1)
-        plan = pkv.make_plan(state, seq_ids, 1, result)
+        state, plan, _ = pkv.step(state, seq_ids, 1)
         return (state, checksum + plan.slot_mapping + jnp.sum(plan.block_table, axis=1)), None
 
     def cycle(carry, _):
@@ -122,7 +121,7 @@ def main() -> None:
         f"{record['device']} ({record['cpu_count']} cores), JAX {record['jax']}, "
         f"Python {record['python']}, {record['date']}; `{record['command']}`",
         "",
-        "Microseconds for one step (`append` + `make_plan`) in a compiled loop, by blocks in the pool; "
+        "Microseconds for one `step` (append and plan) in a compiled loop, by blocks in the pool; "
         f"the last column must stay at {LIMIT} or below.",
         "",
         "| rows | "
