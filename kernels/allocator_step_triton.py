@@ -21,6 +21,7 @@ from paged_kv_jax.errors import ResultCode
 
 MAX_ROWS = 4096
 MAX_SEQS = 65_536
+MAX_COLUMNS = 1024  # each program copies its rows' columns tile by tile: wide tables take long
 MAX_NEW_TOKENS = 64
 # Programs to share the plan among; each repeats the rows' computation, which is latency more than work.
 MAX_PROGRAMS = 32
@@ -49,6 +50,8 @@ def step_unsupported_reason(
         return f"{seq_ids.shape[0]} rows; triton serves 1 to {MAX_ROWS}"
     if block_table.shape[0] > MAX_SEQS:
         return f"max_seqs={block_table.shape[0]}; triton serves up to {MAX_SEQS}"
+    if block_table.shape[1] > MAX_COLUMNS:
+        return f"max_blocks_per_seq={block_table.shape[1]}; triton serves up to {MAX_COLUMNS}"
     return None
 
 

@@ -116,10 +116,10 @@ def test_lowers_for_cuda_with_the_state_in_place():
 
 
 def test_says_what_it_does_not_serve():
-    def reason(*, rows=8, seqs=8, n: object = 1, capability: float | None = 9.0):
+    def reason(*, rows=8, seqs=8, columns=4, n: object = 1, capability: float | None = 9.0):
         shapes = (
             jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((seqs, 4), jnp.int32),
+            jax.ShapeDtypeStruct((seqs, columns), jnp.int32),
         )
         return str(
             allocator_step_triton.step_unsupported_reason(
@@ -127,13 +127,14 @@ def test_says_what_it_does_not_serve():
             )
         )
 
-    assert reason() == reason(rows=4096, seqs=65_536, n=64, capability=8.0) == "None"
+    assert reason() == reason(rows=4096, seqs=65_536, columns=1024, n=64, capability=8.0) == "None"
     assert "7.5" in reason(capability=7.5)
     assert "num_new_tokens=65" in reason(n=65)
     assert "num_new_tokens is an array" in reason(n=jnp.ones(8, jnp.int32))
     assert "4097 rows" in reason(rows=4097)
     assert "0 rows" in reason(rows=0)
     assert "max_seqs=65537" in reason(seqs=65_537)
+    assert "max_blocks_per_seq=1025" in reason(columns=1025)
 
 
 def test_step_calls_the_kernel_that_is_picked_also_under_vmap(monkeypatch):
