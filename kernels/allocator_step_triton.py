@@ -168,7 +168,8 @@ def _step_kernel(
         is_new &= column < (own_owned + own_result)[:, None]
         old = plgpu.load(table_ref.at[own_id[:, None], column], mask=mask & ~is_new, other=-1)
         place = (own_first + own_owned)[:, None] - column
-        return plgpu.load(free_list_ref.at[place], mask=is_new, other=old)
+        new = plgpu.load(free_list_ref.at[place], mask=is_new, other=-1)
+        return jnp.where(is_new, new, old)
 
     token = jnp.arange(pl.next_power_of_2(num_new_tokens), dtype=jnp.int32)[None, :]
     is_token = in_batch[:, None] & (token < num_new_tokens)
@@ -176,10 +177,6 @@ def _step_kernel(
     position = jnp.where(has_token, own_len[:, None] + token, 0)
     block = blocks_at(position >> shift, has_token)
     slot = jnp.where(block >= 0, (block << shift) + (position & (block_size - 1)), -1)
-    where = own[:, None], token
-    plgpu.store(slots_ref.at[where], slot, mask=is_token)
-    plgpu.store(positions_ref.at[where], position, mask=is_token)
-    plgpu.store(token_rows_ref.at[where], jnp.where(has_token, own[:, None], -1), mask=is_token)
 
     tile = min(pl.next_power_of_2(max_blocks), TABLE_TILE)
 
@@ -190,6 +187,11 @@ def _step_kernel(
         plgpu.store(plan_table_ref.at[own[:, None], column], block, mask=in_table)
 
     jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(max_blocks, tile)), copy_columns, None)
+    # Stored last, so that their blocks are read while the columns are.
+    where = own[:, None], token
+    plgpu.store(slots_ref.at[where], slot, mask=is_token)
+    plgpu.store(positions_ref.at[where], position, mask=is_token)
+    plgpu.store(token_rows_ref.at[where], jnp.where(has_token, own[:, None], -1), mask=is_token)
 
     # The last to arrive updates the state.
     barrier()
