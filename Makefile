@@ -5,7 +5,7 @@ JAX ?= jax
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types pytest soak clean
+.PHONY: demo test lint types pytest soak docs clean
 
 demo: $(READY)
 	@JAX_PLATFORMS=cpu $(BIN)/paged-kv generate --max-new-tokens 96 \
@@ -32,6 +32,14 @@ pytest: $(READY)
 # Every operation at random against a plain-Python model, 200,000 steps.
 soak: $(READY)
 	JAX_PLATFORMS=cpu SOAK_STEPS=$${SOAK_STEPS:-200000} $(BIN)/python -m pytest tests/test_state_machine.py
+
+# The site, in build/docs; anything that is not right with a page or a docstring's link fails it.
+docs: $(VENV)/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs-ready: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]' '$(JAX)'
+	touch $@
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)

@@ -1,24 +1,35 @@
-"""The notebooks' code runs and arrives at what their text says; what is stored of them is clean."""
+"""The notebooks' code runs and arrives at what their text says; what is stored of them is clean.
+
+01 to 03 take up to two minutes: they run where RUN_NOTEBOOKS is set, as CI does once, and are only
+compiled and looked through elsewhere.
+"""
 
 import ast
+import functools
 import importlib
 import itertools
 import json
+import os
 import pathlib
 import re
 
+import execute
 import jax
 import matplotlib as mpl
 import numpy as np
 import pytest
 
 import paged_kv_jax as pkv
+from paged_kv_jax import models
 
 mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+WITH_A_MODEL = [FOLDER / "02_decode_loop.ipynb", FOLDER / "03_prefix_reuse_and_samples.ipynb"]
+runs_once = pytest.mark.skipif(
+    not os.environ.get("RUN_NOTEBOOKS"), reason="takes up to two minutes: set RUN_NOTEBOOKS=1"
+)
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -30,31 +41,34 @@ def sources(path: pathlib.Path) -> list[str]:
     return ["".join(cell["source"]) for cell in cells(path)]
 
 
-def run(path: pathlib.Path) -> dict:
-    namespace = {"__name__": "__main__"}
+def run(path: pathlib.Path, names: dict | None = None) -> tuple[str, int]:
+    """What a notebook prints, and how many pictures it draws; `names` gets what it defines."""
+    notebook, names = json.loads(path.read_text()), {} if names is None else names
     with jax.numpy_dtype_promotion("standard"):
-        for number, source in enumerate(sources(path)):
-            exec(compile(source, f"{path.name}, code cell {number}", "exec"), namespace)
-            plt.close("all")
-    return namespace
+        outputs = [(text, len(pictures)) for _, text, pictures in execute.run(notebook, names)]
+    return "".join(text for text, _ in outputs), sum(count for _, count in outputs)
 
 
-def printed(path: pathlib.Path) -> str:
-    """What the stored outputs print."""
+def stored(path: pathlib.Path) -> tuple[str, int]:
+    """The same of its stored outputs."""
     outputs = [output for cell in cells(path) for output in cell["outputs"]]
-    return "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
+    text = "".join("".join(o["text"]) for o in outputs if o["output_type"] == "stream")
+    return text, sum("image/png" in output.get("data", {}) for output in outputs)
 
 
 def test_there_are_notebooks():
-    assert [path.name for path in NOTEBOOKS] == [
-        "01_blocks_and_tables.ipynb",
-        "02_decode_loop.ipynb",
+    assert [path.stem for path in NOTEBOOKS] == [
+        "01_blocks_and_tables",
+        "02_decode_loop",
+        "03_prefix_reuse_and_samples",
+        "04_speed",
     ]
 
 
-def test_blocks_and_tables_arrives_at_what_it_prints(capsys):
-    names = run(NOTEBOOKS[0])
-    out = capsys.readouterr().out
+@runs_once
+def test_blocks_and_tables_arrives_at_what_it_prints():
+    names = {}
+    out, num_pictures = run(NOTEBOOKS[0], names)
     # A plan of 12, 16 and 9 tokens; B's keys are its positions, read back through its table.
     assert "cu_q_lens [ 0 12 28 37]" in out
     assert f"B, read through its table: {np.arange(16)}" in out
@@ -66,12 +80,32 @@ def test_blocks_and_tables_arrives_at_what_it_prints(capsys):
     owners = [np.flatnonzero((table == 3).any(1)).tolist() for table in names["states"].block_table]
     in_turn = [owners[0]] + [b for a, b in itertools.pairwise(owners) if a != b]
     assert [seq_ids for seq_ids in in_turn if seq_ids] == [[1], [3], [5], [2]]  # B, D, F, C
-    assert printed(NOTEBOOKS[0]) == out
+    assert (out, num_pictures) == stored(NOTEBOOKS[0])
 
 
-def test_the_decode_loop_compiles_and_what_it_imports_exists():
-    """Not run, since it compiles the model four times; `generate`'s own tests run such loops."""
-    for number, source in enumerate(sources(NOTEBOOKS[1])):
+@runs_once
+def test_the_notebooks_with_a_model_run(monkeypatch: pytest.MonkeyPatch):
+    """In one test, so that the model is loaded once."""
+    monkeypatch.setattr(models, "load_model", functools.cache(models.load_model))
+    for path in WITH_A_MODEL:
+        out, num_pictures = run(path)
+        text, stored_pictures = stored(path)
+        assert num_pictures == stored_pictures
+        # The texts differ where rounding does; what is counted does not.
+        assert re.findall(r"\d+", counts(out)) == re.findall(r"\d+", counts(text))
+    assert "found of B, C, D: [96 96 96] tokens" in out
+    assert "broken invariants: []" in out
+
+
+def counts(out: str) -> str:
+    """The lines about tokens, blocks and what the index holds."""
+    lines = out.splitlines()
+    return "\n".join(line for line in lines if re.search("tokens[;:]|taken|found of|held", line))
+
+
+@by_name
+def test_a_notebook_compiles_and_what_it_imports_exists(path):
+    for number, source in enumerate(sources(path)):
         compile(source, f"code cell {number}", "exec")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom):
@@ -82,6 +116,53 @@ def test_the_decode_loop_compiles_and_what_it_imports_exists():
                     importlib.import_module(alias.name)
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pkv":
                 assert hasattr(pkv, node.attr)
+
+
+def test_the_speed_notebook_draws_what_is_kept():
+    out, num_pictures = run(NOTEBOOKS[3])
+    kept = (FOLDER.parent / "benchmarks" / "results").glob("*.json")
+    assert out.splitlines()[0].split() == sorted(path.stem for path in kept)
+    assert num_pictures >= 6
+
+
+def test_the_speed_notebook_takes_new_kinds_of_results(tmp_path, monkeypatch):
+    """Prefill in TFLOP/s, a prefix that rows share, writes, failures, and a file of another kind."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    head = dict(
+        environment=dict(gpu="a GPU", jax="1.0", command="a command", date="2026-12-02T10:00"),
+        ceilings=dict(read=4.6, copy=4.3),
+    )
+    cell = dict(num_heads=32, num_kv_heads=8, head_dim=128, kv_lens="4096 x 2", q_lens="4096 x 2")
+    decode = cell | dict(name="decode", q_lens="1 x 2")
+    skewed = cell | dict(name="skewed", kv_lens="100, 7", q_lens="1, 1")
+    prefill, shared = cell | dict(name="prefill"), decode | dict(name="shared", shared=2048)
+    records = dict(
+        attention_decode=[
+            dict(cell=decode, name="flashinfer", time_us=9.0, tb_per_s=3.7, plan_us=500),
+            dict(cell=decode, name="mosaic_gpu", time_us=8.0, tb_per_s=4.2),
+            dict(cell=skewed, name="mosaic_gpu", time_us=2.0, tb_per_s=0.2),
+            dict(cell=skewed, name="flashinfer", error="RuntimeError: refused"),
+        ],
+        attention_prefill=[
+            dict(cell=prefill, name="mosaic_gpu", time_us=900.0, tflop_per_s=610.0),
+            dict(cell=prefill, name="xla", time_us=9000.0, tflop_per_s=61.0),
+        ],
+        attention_cascade=[
+            dict(cell=shared, name="mosaic_gpu", time_us=9.0),
+            dict(cell=shared, name="mosaic_gpu cascade", time_us=3.0),
+        ],
+        write=[dict(cell="write 256 tokens", name="mosaic_gpu", time_us=2.0, tb_per_s=1.0)],
+        nothing=[dict(cell=decode, name="mosaic_gpu", error="it failed")],
+    )
+    for stem, entries in records.items():
+        (results / f"{stem}.json").write_text(json.dumps(head | dict(results=entries)))
+    (results / "other.json").write_text(json.dumps(dict(requests_per_s=3)))
+    monkeypatch.chdir(tmp_path)
+    out, num_pictures = run(NOTEBOOKS[3])
+    assert num_pictures == 5  # decode, prefill, cascade, write, and the roofline
+    assert "attention_decode: flashinfer on skewed: RuntimeError: refused" in out
+    assert out.endswith("results without a chart here: ['nothing', 'other']\n")
 
 
 @by_name
@@ -97,8 +178,9 @@ def test_a_notebook_is_stored_small_executed_and_without_traces_of_a_machine(pat
     outputs = [output for cell in cells(path) for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} == {"stream", "display_data"}
     assert all(output.get("name", "stdout") == "stdout" for output in outputs)  # no warnings
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
-    assert not re.search(r"/(home|root|tmp|work|Users)/|[Ww]arning", printed(path))
+    printed, num_pictures = stored(path)
+    assert num_pictures >= 3
+    assert not re.search(r"/(home|root|tmp|work|Users)/|[Ww]arning", printed)
 
 
 @by_name

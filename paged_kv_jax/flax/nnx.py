@@ -12,7 +12,8 @@ from paged_kv_jax.flax import common
 from paged_kv_jax.plan import Plan
 from paged_kv_jax.pool import KVPool
 
-_kernel_init, _bias_init = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+default_kernel_init = nnx.initializers.lecun_normal()
+default_bias_init = nnx.initializers.zeros_init()
 
 
 class PagedAttention(nnx.Module):
@@ -45,9 +46,9 @@ class PagedAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        kernel_init: Initializer = _kernel_init,
+        kernel_init: Initializer = default_kernel_init,
         out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = _bias_init,
+        bias_init: Initializer = default_bias_init,
         out_bias_init: Initializer | None = None,
         use_bias: bool = True,
         normalize_qk: bool = False,

@@ -1,0 +1,5 @@
+// Formulas in docstrings ($$ ... $$), as pymdownx.arithmatex marks them.
+window.MathJax = {
+  tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] },
+  options: { ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
+};
