@@ -68,6 +68,18 @@ def dense(module: nnx.MultiHeadAttention) -> np.ndarray:
     return np.asarray(nnx.jit(lambda module, x: module(x, mask=mask))(module, inputs()))
 
 
+@jax.jit
+def prefill_plan(cache):
+    cache, result = cache.allocate(SEQ_IDS, PREFILL)
+    return cache.plan(SEQ_IDS, PREFILL, result, num_tokens=16)
+
+
+@jax.jit
+def decode_plan(cache, live):
+    cache, plan, _ = cache.step(jnp.where(live, SEQ_IDS, -1), 1)
+    return cache, plan
+
+
 def in_paged_steps(attend, num_kv_heads: int = HEADS) -> np.ndarray:
     """`attend` over `inputs`, as [B, S, out]: prompts of PREFILL tokens packed, then one token a step.
 
@@ -80,8 +92,7 @@ def in_paged_steps(attend, num_kv_heads: int = HEADS) -> np.ndarray:
     )  # fmt: skip
     cache = pkv.PagedKVCache.create(config)
     pool = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), cache.pool)
-    cache, result = cache.allocate(SEQ_IDS, PREFILL)
-    cache, plan = cache.plan(SEQ_IDS, PREFILL, result, num_tokens=16)
+    cache, plan = prefill_plan(cache)
     packed = np.zeros((16, WIDTH), np.float32)
     packed[: PREFILL.sum()] = np.concatenate([x[b, :n] for b, n in enumerate(PREFILL)])
     y, pool = attend(jnp.asarray(packed), plan.positions, pool, plan, LAYER)
@@ -91,7 +102,7 @@ def in_paged_steps(attend, num_kv_heads: int = HEADS) -> np.ndarray:
     done = PREFILL.copy()
     while (done < LENGTH).any():
         live = done < LENGTH
-        cache, plan, _ = cache.step(np.where(live, SEQ_IDS, -1), 1)
+        cache, plan = decode_plan(cache, live)
         step_x = x[np.arange(BATCH), np.minimum(done, LENGTH - 1)]
         y, pool = attend(jnp.asarray(step_x), plan.positions, pool, plan, LAYER)
         out[live, done[live]] = np.asarray(y)[live]
@@ -164,23 +175,15 @@ def test_parameters_have_the_names_and_shapes_of_flaxs_own():
             for module in (paged, trained(**options))
         )
         assert ours == theirs
-        config = pkv.KVCacheConfig(
-            num_layers=1, num_kv_heads=options.get("num_kv_heads", HEADS), head_dim=HEAD_DIM,
-            num_blocks=1, max_seqs=1, max_blocks_per_seq=1,
-        )  # fmt: skip
-        cache, result = pkv.PagedKVCache.create(config).allocate(jnp.zeros(1, int), 1)
-        cache, plan = cache.plan(jnp.zeros(1, int), 1, result)
         module = paged_linen.PagedAttention(HEADS, qkv_features=HEADS * HEAD_DIM, **options)
-        x = jnp.zeros((1, WIDTH))
-        made = jax.eval_shape(
-            functools.partial(module.init, layer=0),
-            jax.random.key(0), x, plan.positions, cache.pool, plan,
-        )  # fmt: skip
+        call = example_call(num_kv_heads=options.get("num_kv_heads", HEADS))
+        made = jax.eval_shape(lambda x, module=module, rest=call[1:]: module.init(
+            jax.random.key(0), x, *rest), call[0])  # fmt: skip
         assert jax.tree.map(lambda leaf: leaf.shape, made["params"]) == theirs
 
 
 def test_half_precision_stays_half_precision():
-    call = example_call()  # with a pool in bfloat16
+    call = example_call()
     paged = paged_nnx.PagedAttention(**SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(2))
     module = paged_linen.PagedAttention(HEADS, qkv_features=HEADS * HEAD_DIM, dtype=jnp.bfloat16)
     init = functools.partial(module.init_with_output, jax.random.key(0))
@@ -191,14 +194,14 @@ def test_half_precision_stays_half_precision():
         assert y.dtype == pool.k.dtype == pool.v.dtype == jnp.bfloat16
 
 
-def example_call(shape=(2, WIDTH)):
+def example_call(shape=(2, WIDTH), num_kv_heads=HEADS):
+    """Arguments of a module for two sequences of one token, with a pool in bfloat16."""
     config = pkv.KVCacheConfig(
-        num_layers=1, num_kv_heads=HEADS, head_dim=HEAD_DIM, num_blocks=2, max_seqs=2,
+        num_layers=1, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, num_blocks=2, max_seqs=2,
         max_blocks_per_seq=1,
     )  # fmt: skip
-    cache, result = pkv.PagedKVCache.create(config).allocate(jnp.arange(2), 1)
-    cache, plan = cache.plan(jnp.arange(2), 1, result)
-    return jnp.zeros(shape), plan.positions, cache.pool, plan, 0
+    plan = pkv.plan_from_tables(jnp.array([[0], [1]]), jnp.ones(2, jnp.int32), 1, block_size=16)
+    return jnp.zeros(shape), plan.positions, pkv.init_pool(config), plan, 0
 
 
 def test_what_cannot_work_is_said():

@@ -1,10 +1,11 @@
 """The notebooks' code runs and arrives at what their text says; what is stored of them is clean.
 
-01 to 03 take up to two minutes: they run where RUN_NOTEBOOKS is set, as CI does once, and are only
-compiled and looked through elsewhere.
+01 to 03 take a minute: they run where TEST_DOCS is set, as in one run of CI, and are only compiled and
+looked through elsewhere. SmolLM2 has four of its thirty layers then, so its texts are not compared.
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -18,6 +19,7 @@ import jax
 import matplotlib as mpl
 import numpy as np
 import pytest
+from flax import nnx
 
 import paged_kv_jax as pkv
 from paged_kv_jax import models
@@ -28,7 +30,8 @@ FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 WITH_A_MODEL = [FOLDER / "02_decode_loop.ipynb", FOLDER / "03_prefix_reuse_and_samples.ipynb"]
 runs_once = pytest.mark.skipif(
-    not os.environ.get("RUN_NOTEBOOKS"), reason="takes up to two minutes: set RUN_NOTEBOOKS=1"
+    not os.environ.get("TEST_DOCS"),
+    reason="takes a while, and one run of CI does it: set TEST_DOCS=1",
 )
 by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -41,9 +44,12 @@ def sources(path: pathlib.Path) -> list[str]:
     return ["".join(cell["source"]) for cell in cells(path)]
 
 
-def run(path: pathlib.Path, names: dict | None = None) -> tuple[str, int]:
+def run(path: pathlib.Path, names: dict, changes: dict[str, str] | None = None) -> tuple[str, int]:
     """What a notebook prints, and how many pictures it draws; `names` gets what it defines."""
-    notebook, names = json.loads(path.read_text()), {} if names is None else names
+    notebook = json.loads(path.read_text())
+    for cell in notebook["cells"]:
+        for before, after in (changes or {}).items():
+            cell["source"] = [line.replace(before, after) for line in cell["source"]]
     with jax.numpy_dtype_promotion("standard"):
         outputs = [(text, len(pictures)) for _, text, pictures in execute.run(notebook, names)]
     return "".join(text for text, _ in outputs), sum(count for _, count in outputs)
@@ -83,17 +89,30 @@ def test_blocks_and_tables_arrives_at_what_it_prints():
     assert (out, num_pictures) == stored(NOTEBOOKS[0])
 
 
+@functools.cache
+def first_layers(name: str) -> models.LoadedModel:
+    """The model with four of its layers: compiled in seconds."""
+    loaded = models.load_model(name)
+    config = dataclasses.replace(loaded.config, num_layers=4)
+    loaded.model.layers = nnx.List(list(loaded.model.layers)[:4])
+    loaded.model.config = config
+    return models.LoadedModel(loaded.model, config, loaded.tokenizer)
+
+
 @runs_once
-def test_the_notebooks_with_a_model_run(monkeypatch: pytest.MonkeyPatch):
+def test_the_notebooks_with_a_model_run():
     """In one test, so that the model is loaded once."""
-    monkeypatch.setattr(models, "load_model", functools.cache(models.load_model))
     for path in WITH_A_MODEL:
-        out, num_pictures = run(path)
+        names = dict(load_shortened=first_layers)
+        out, num_pictures = run(path, names, {
+            "loaded = load_model(": "loaded = load_shortened(",
+            # Four layers do not know when to stop, and the pool is no larger than it must be.
+            "max_new_tokens = 32": "max_new_tokens = 8",
+        })  # fmt: skip
         text, stored_pictures = stored(path)
         assert num_pictures == stored_pictures
-        # The texts differ where rounding does; what is counted does not.
-        assert re.findall(r"\d+", counts(out)) == re.findall(r"\d+", counts(text))
-    assert "found of B, C, D: [96 96 96] tokens" in out
+        assert counts(out) == counts(text)
+    assert "found of B, C, D: [96 96 96] tokens" in counts(out)
     assert "broken invariants: []" in out
 
 
@@ -119,7 +138,7 @@ def test_a_notebook_compiles_and_what_it_imports_exists(path):
 
 
 def test_the_speed_notebook_draws_what_is_kept():
-    out, num_pictures = run(NOTEBOOKS[3])
+    out, num_pictures = run(NOTEBOOKS[3], {})
     kept = (FOLDER.parent / "benchmarks" / "results").glob("*.json")
     assert out.splitlines()[0].split() == sorted(path.stem for path in kept)
     assert num_pictures >= 6
@@ -159,7 +178,7 @@ def test_the_speed_notebook_takes_new_kinds_of_results(tmp_path, monkeypatch):
         (results / f"{stem}.json").write_text(json.dumps(head | dict(results=entries)))
     (results / "other.json").write_text(json.dumps(dict(requests_per_s=3)))
     monkeypatch.chdir(tmp_path)
-    out, num_pictures = run(NOTEBOOKS[3])
+    out, num_pictures = run(NOTEBOOKS[3], {})
     assert num_pictures == 5  # decode, prefill, cascade, write, and the roofline
     assert "attention_decode: flashinfer on skewed: RuntimeError: refused" in out
     assert out.endswith("results without a chart here: ['nothing', 'other']\n")
