@@ -122,10 +122,12 @@ def test_speculative_decoding_gives_the_same_text_in_fewer_steps(params, capsys)
     assert re.fullmatch(
         r"63 steps without drafts, \d+ with; same text: True\n", capsys.readouterr().out
     )
-    texts, steps = speculative_decoding.generate(params, plain_jax.PROMPTS, 64, num_drafts=4)
-    assert texts == plain_jax.generate(params, plain_jax.PROMPTS, 64).tolist()
-    assert steps < 40
-    assert_greedy(plain_weights(params), plain_jax.PROMPTS, texts)
+    other_params = plain_jax.init_params(jax.random.key(1))  # whose texts change course more often
+    for weights, most_steps in ((params, 40), (other_params, 55)):
+        texts, steps = speculative_decoding.generate(weights, plain_jax.PROMPTS, 64, num_drafts=4)
+        assert texts == plain_jax.generate(weights, plain_jax.PROMPTS, 64).tolist()
+        assert steps < most_steps
+        assert_greedy(plain_weights(weights), plain_jax.PROMPTS, texts)
 
 
 @pytest.mark.parametrize(
