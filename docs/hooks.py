@@ -50,7 +50,7 @@ def notebook_page(notebook: dict, stem: str) -> tuple[str, dict[str, bytes]]:
             elif "image/png" in output["data"]:
                 name = f"{stem}_{len(pictures)}.png"
                 pictures[name] = base64.b64decode(output["data"]["image/png"])
-                parts.append(f"![]({name})")
+                parts.append(f"![picture {len(pictures)}]({name})")
     return "\n\n".join(parts) + "\n", pictures
 
 
