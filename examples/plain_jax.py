@@ -83,7 +83,6 @@ def step(
 # --8<-- [end:model]
 
 
-# --8<-- [start:prefill]
 @functools.partial(jax.jit, donate_argnames=("state", "pool"))
 def prefill(params, state, pool, seq_ids, tokens, lengths):
     """Take prompts in, packed one after another in tokens [T]: the first new token of each, [B]."""
@@ -93,10 +92,6 @@ def prefill(params, state, pool, seq_ids, tokens, lengths):
     return jnp.argmax(logits[plan.last_tokens], axis=-1), state, pool
 
 
-# --8<-- [end:prefill]
-
-
-# --8<-- [start:decode]
 @functools.partial(jax.jit, static_argnames="num_steps", donate_argnames=("state", "pool"))
 def decode(params, state, pool, seq_ids, token, num_steps):
     """`num_steps` greedy tokens after `token` [B], as [B, num_steps]."""
@@ -111,9 +106,6 @@ def decode(params, state, pool, seq_ids, token, num_steps):
 
     (state, pool, _), tokens = jax.lax.scan(one, (state, pool, token), length=num_steps)
     return tokens.T, state, pool
-
-
-# --8<-- [end:decode]
 
 
 def generate(params: dict, prompts: list[list[int]], max_new_tokens: int) -> np.ndarray:

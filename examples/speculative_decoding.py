@@ -37,9 +37,7 @@ def draft(text: jax.Array, length: jax.Array, num_drafts: int) -> jax.Array:
     follows = jnp.roll(text, -1)
     is_match = (text == text[length - 2]) & (follows == text[length - 1]) & (start < length - 2)
     last = jnp.max(jnp.where(is_match, start, -1))
-    period = (
-        length - 2 - last
-    )  # where the text ends before the drafts do, it is taken to go on alike
+    period = length - 2 - last  # the text is taken to go on as it did, over and over
     source = last + 2 + jnp.arange(num_drafts) % period
     return jnp.where(last >= 0, text[source], -1)
 
@@ -84,9 +82,8 @@ def decode(params, cache, text, lengths, limits, num_drafts):
         # A draft stands if it is what the model chose, and so does every draft before it.
         is_right = (drafts == chosen[:, :-1]).astype(jnp.int32)
         accepted = jnp.sum(jnp.cumprod(is_right, axis=1), axis=1)
-        num_new = jnp.minimum(
-            accepted + 1, limits - lengths
-        )  # the model's own next token is new too
+        # The model's own choice after them is new too.
+        num_new = jnp.minimum(accepted + 1, limits - lengths)
         offsets = jnp.arange(q_len)
         column = jnp.where(offsets < num_new[:, None], lengths[:, None] + offsets, text.shape[1])
         text = text.at[rows[:, None], column].set(chosen, mode="drop")
