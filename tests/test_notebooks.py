@@ -176,10 +176,26 @@ def test_the_speed_notebook_takes_new_kinds_of_results(tmp_path, monkeypatch):
     )
     for stem, entries in records.items():
         (results / f"{stem}.json").write_text(json.dumps(head | dict(results=entries)))
+    rows = dict(
+        cascade_cpu=[dict(cell="B2", plain_ms=3.0, cascade_ms=1.0, speedup=3.0)],
+        serving_cpu=[
+            dict(
+                lengths="even",
+                server_tokens_per_second=9.0,
+                static_tokens_per_second=4.0,
+                ratio=2.3,
+            )
+        ],
+    )
+    for stem, entries in rows.items():
+        (results / f"{stem}.json").write_text(json.dumps(dict(hardware="a CPU", rows=entries)))
+    server = dict(decode_step_ms=15.0, decode_floor_ms=13.5)
+    (results / "serving_gpu.json").write_text(json.dumps(head | dict(server=server)))
     (results / "other.json").write_text(json.dumps(dict(requests_per_s=3)))
     monkeypatch.chdir(tmp_path)
     out, num_pictures = run(NOTEBOOKS[3], {})
-    assert num_pictures == 5  # decode, prefill, cascade, write, and the roofline
+    # Decode, prefill, cascade, write and the roofline; then the two of `rows`, and the server.
+    assert num_pictures == 5 + 2 + 1
     assert "attention_decode: flashinfer on skewed: RuntimeError: refused" in out
     assert out.endswith("results without a chart here: ['nothing', 'other']\n")
 
