@@ -99,9 +99,6 @@ def requeue(scheduler: Scheduler, slot: jax.Array, status: Status) -> Scheduler:
         queue=scheduler.queue.at[start].set(request),
         queue_start=start,
         queue_len=scheduler.queue_len + 1,
-        counts=dataclasses.replace(
-            scheduler.counts, preemptions=scheduler.counts.preemptions + 1
-        ),
     )
 
 
@@ -147,7 +144,10 @@ def _evict(scheduler: Scheduler) -> Scheduler:
 def _preempt_youngest(scheduler: Scheduler) -> Scheduler:
     slot = youngest(scheduler)
     cache, _ = scheduler.cache.free(slot[None])
-    scheduler = requeue(dataclasses.replace(scheduler, cache=cache), slot, Status.WAITING)
+    counts = scheduler.counts
+    counts = dataclasses.replace(counts, preemptions=counts.preemptions + 1)
+    scheduler = dataclasses.replace(scheduler, cache=cache, counts=counts)
+    scheduler = requeue(scheduler, slot, Status.WAITING)
     # What it held may be what the index holds as well, and can be evicted now.
     return scheduler if scheduler.cache.index is None else _evict(scheduler)
 

@@ -156,14 +156,16 @@ class Requests:
     @classmethod
     def empty(cls, config: ServingConfig, num_requests: int) -> Self:
         """Requests that ask for nothing."""
-        zeros = jnp.zeros(num_requests, jnp.int32)
+        names = (
+            "lens", "prompt_lens", "max_new_tokens", "status", "arrival", "group", "salt", "seed",
+        )  # fmt: skip
         return cls(
             tokens=jnp.zeros((num_requests, config.max_len), jnp.int32),
-            lens=zeros, prompt_lens=zeros, max_new_tokens=zeros, status=zeros, arrival=zeros,
-            group=zeros, salt=zeros, seed=zeros,
+            # An array for each, as a donated one may stand in one place only.
+            **{name: jnp.zeros(num_requests, jnp.int32) for name in names},
             stop_tokens=jnp.full((num_requests, config.max_stop_tokens), -1, jnp.int32),
             sampling=SamplingRows.of(Sampling(), num_requests),
-        )  # fmt: skip
+        )
 
 
 @functools.partial(

@@ -301,7 +301,8 @@ class Server:
 
     def _swap_out(self) -> None:
         """Move the youngest running request to host memory, or, where that is full, make it wait."""
-        scheduler = self.scheduler
+        scheduler, preemptions = self.scheduler, self.totals.preemptions + 1
+        self.totals = dataclasses.replace(self.totals, preemptions=preemptions)
         slot = int(youngest(scheduler))
         entry, state = int(scheduler.slot_request[slot]), scheduler.cache.state
         used = sum(sequence.num_blocks for sequence, _ in self._swapped.values())

@@ -163,7 +163,7 @@ def record(
         counts=dataclasses.replace(
             counts,
             steps=counts.steps + 1,
-            mixed_steps=counts.mixed_steps + (jnp.max(q_lens) > 1),
+            mixed_steps=counts.mixed_steps + (jnp.max(q_lens) > 1).astype(jnp.int32),
             computed_tokens=counts.computed_tokens + jnp.sum(q_lens),
             new_tokens=counts.new_tokens + jnp.sum(chooses, dtype=jnp.int32),
             peak_blocks=jnp.maximum(counts.peak_blocks, used_blocks),
