@@ -29,9 +29,10 @@ types: $(READY)
 pytest: $(READY)
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest
 
-# Every operation at random against a plain-Python model, 200,000 steps.
+# Every operation at random against a plain-Python model, 200,000 steps; 20,000 requests served.
 soak: $(READY)
 	JAX_PLATFORMS=cpu SOAK_STEPS=$${SOAK_STEPS:-200000} $(BIN)/python -m pytest tests/test_state_machine.py
+	JAX_PLATFORMS=cpu SOAK_REQUESTS=$${SOAK_REQUESTS:-20000} $(BIN)/python -m pytest tests/test_serving_soak.py
 
 # The site, in build/docs; anything that is not right with a page or a docstring's link fails it.
 docs: $(VENV)/.docs-ready

@@ -93,7 +93,7 @@ def static_prefill(
 @functools.partial(jax.jit, donate_argnames="cache")
 def static_decode(
     model: Llama, token: jax.Array, lens: jax.Array, num_steps: jax.Array, cache: ContiguousCache
-) -> jax.Array:
+) -> tuple[jax.Array, ContiguousCache]:
     """`num_steps` more tokens of each row: int32 [B, NEW_TOKENS], the first one included."""
     outputs = jnp.zeros((token.shape[0], NEW_TOKENS[1]), jnp.int32).at[:, 0].set(token)
 
@@ -104,7 +104,8 @@ def static_decode(
         return nth + 1, token, outputs.at[:, nth + 1].set(token), cache
 
     carry = (jnp.int32(0), token, outputs, cache)
-    return jax.lax.while_loop(lambda carry: carry[0] < num_steps, step, carry)[2]
+    *_, outputs, cache = jax.lax.while_loop(lambda carry: carry[0] < num_steps, step, carry)
+    return outputs, cache
 
 
 def run_static(model: Llama, work: Workload, batch: int) -> tuple[list[list[int]], float]:
@@ -120,8 +121,9 @@ def run_static(model: Llama, work: Workload, batch: int) -> tuple[list[list[int]
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], lens[row] = prompt, len(prompt)
         token, cache = static_prefill(model, tokens, lens, empty)
-        outputs = np.asarray(static_decode(model, token, lens, max(counts) - 1, cache))
-        texts += [row[:count].tolist() for row, count in zip(outputs, counts, strict=False)]
+        outputs, _ = static_decode(model, token, lens, max(counts) - 1, cache)
+        rows = np.asarray(outputs)
+        texts += [row[:count].tolist() for row, count in zip(rows, counts, strict=False)]
     return texts, time.perf_counter() - start
 
 
@@ -165,7 +167,8 @@ def compare(model: Llama, lengths: str, rounds: int) -> dict:
     empty = init_cache(model.config, batch, work.longest)
     tokens = np.zeros((batch, max(map(len, work.prompts))), np.int32)
     lens = np.ones(batch, np.int32)
-    static_decode(model, *static_prefill(model, tokens, lens, empty)[:1], lens, 0, empty)
+    token, cache = static_prefill(model, tokens, lens, empty)
+    jax.block_until_ready(static_decode(model, token, lens, 0, cache))
     compilations: list[str] = []
 
     def note(event: str, duration_secs: float, **_: str | int) -> None:
