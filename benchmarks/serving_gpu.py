@@ -119,8 +119,7 @@ def serve(arguments: argparse.Namespace, read_rate: float | None) -> dict:
     made = time.perf_counter()
     serving = ServingConfig(
         cache=config.kv_cache_config(
-            num_blocks=sum(-(-(len(prompt) + new - 1) // BLOCK_SIZE) for prompt in prompts)
-            + len(prompts),  # an admission leaves a block for each that runs
+            num_blocks=sum(-(-(len(prompt) + new - 1) // BLOCK_SIZE) for prompt in prompts),
             block_size=BLOCK_SIZE, max_seqs=len(prompts),
             max_blocks_per_seq=-(-(arguments.prompt_lens[1] + new) // BLOCK_SIZE), dtype=dtype,
         ),

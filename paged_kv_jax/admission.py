@@ -49,8 +49,8 @@ def admit(scheduler: Scheduler, config: ServingConfig) -> Scheduler:
 
     The first in the queue has to wait while there is no free slot, no token left in the step's budget
     for it, too few blocks for all its tokens, or a request of its group that still computes the prompt
-    they share. So that those who run can go on for a while, an admission leaves one block to each of
-    them; where none runs, all blocks may go to the first.
+    they share. So that those who run can go on for a while, an admission leaves one block to each that
+    may need more than it has, the newcomer included: where none runs, the first can always come in.
     """
     wanted = jnp.where(
         scheduler.is_running, scheduler.requests.lens[scheduler.running] - scheduler.num_computed, 0
@@ -131,6 +131,13 @@ def _blocks_needed(scheduler: Scheduler) -> jax.Array:
     return jnp.sum(_lacks_room(scheduler) & is_full, dtype=jnp.int32)
 
 
+def _most_blocks(scheduler: Scheduler, request: jax.Array, block_size: int) -> jax.Array:
+    """int32, shape of `request`: blocks it holds at its end; the last token is never written."""
+    requests = scheduler.requests
+    most_tokens = requests.prompt_lens[request] + requests.max_new_tokens[request] - 1
+    return -(-most_tokens // block_size)
+
+
 def _evict(scheduler: Scheduler) -> Scheduler:
     """Make room for what is needed from what only the index holds, as far as that goes."""
     cache = scheduler.cache
@@ -185,7 +192,11 @@ def _admit(scheduler: Scheduler, config: ServingConfig, budget: jax.Array) -> Sc
     needed = -(-lens // block_size) - present // block_size
 
     in_order = jnp.cumsum(needed + found_idle, dtype=jnp.int32)
-    reserved = jnp.sum(scheduler.is_running, dtype=jnp.int32) + nth
+    may_grow = _most_blocks(scheduler, request, block_size) > -(-lens // block_size)
+    running_may_grow = scheduler.is_running & (
+        _most_blocks(scheduler, scheduler.running, block_size) > cache.state.seq_block_count
+    )
+    reserved = jnp.sum(running_may_grow, dtype=jnp.int32) + jnp.cumsum(may_grow, dtype=jnp.int32)
     enters = (nth < scheduler.queue_len) & (requests.status[request] == Status.WAITING)
     enters &= (slot >= 0) & ~waits
     enters &= jnp.cumsum(rest, dtype=jnp.int32) - rest < budget

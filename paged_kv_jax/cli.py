@@ -1,20 +1,26 @@
-"""`paged-kv`: text from a model through the paged cache, and what this machine would use for it."""
+"""`paged-kv`: text from a model through the paged cache, how fast, and what this machine would use."""
 
 import argparse
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, logging
 from absl.flags import argparse_flags
 
 from paged_kv_jax import attention, dispatch
 from paged_kv_jax.config import KVCacheConfig
-from paged_kv_jax.generation import Finish, Generated, blocks_needed, generate
+from paged_kv_jax.generation import blocks_needed
 from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool
 from paged_kv_jax.sampling import Sampling
+from paged_kv_jax.scheduler import ServingConfig, Status
+from paged_kv_jax.server import Request, Server
 
 if TYPE_CHECKING:
     from paged_kv_jax.models import LoadedModel
@@ -33,19 +39,29 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
     command = commands.add_parser("generate", help="continue one or many prompts at once")
     command.set_defaults(run=_generate)
-    command.add_argument("prompts", nargs="+", metavar="PROMPT", help="text of a user's message")
+    command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text of a user's message")
+    command.add_argument(
+        "--file", type=Path, default=None, metavar="PROMPTS.TXT",
+        help="a prompt on each line that is not blank; shows a progress bar",
+    )  # fmt: skip
     _add_model(command)
     command.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     command.add_argument("--temperature", type=float, default=0.0, help="0, the default: greedy")
     command.add_argument("--top-k", type=int, default=None, metavar="K")
     command.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    command.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    command.add_argument("--seed", type=int, default=0, help="prompt i draws with seed + i")
     command.add_argument("--raw", action="store_true", help="prompts as they are, no chat template")
-    command.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens per block")
-    command.add_argument(
-        "--num-blocks", type=int, default=None, metavar="N",
-        help="size of the pool; by default what these prompts can need at most",
-    )  # fmt: skip
+    _add_pool(command)
+
+    command = commands.add_parser("bench", help="how fast this machine serves random prompts")
+    command.set_defaults(run=_bench)
+    _add_model(command)
+    command.add_argument("--requests", type=int, default=16, metavar="N")
+    command.add_argument("--prompt-tokens", type=int, default=64, metavar="N")
+    command.add_argument("--new-tokens", type=int, default=64, metavar="N")
+    _add_pool(command)
 
     command = commands.add_parser("info", help="devices, implementations, how many tokens fit")
     command.set_defaults(run=_info)
@@ -64,6 +80,15 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _add_pool(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--slots", type=int, default=32, metavar="S", help="prompts at once at most")
+    command.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens per block")
+    command.add_argument(
+        "--num-blocks", type=int, default=None, metavar="N",
+        help="size of the pool; by default what the longest prompts in the slots can need",
+    )  # fmt: skip
+
+
 def _load(name: str) -> "LoadedModel":
     from paged_kv_jax.models import load_model
 
@@ -71,39 +96,108 @@ def _load(name: str) -> "LoadedModel":
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    """Run `paged-kv generate`; 1 where the pool was too small for every prompt to end by itself."""
+    """Run `paged-kv generate`; 1 where a prompt was refused, as no pool of this size could serve it."""
     try:
+        texts = [*arguments.prompts, *_lines(arguments.file)]
+        if not texts:
+            raise ValueError("there is no prompt: give some, or --file with one a line")
         loaded = _load(arguments.model)
         sampling = Sampling(
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+            repetition_penalty=arguments.repetition_penalty,
         )
-        prompts = [_encode(loaded, text, arguments.raw) for text in arguments.prompts]
-        config = _cache_config(loaded, prompts, arguments)
+        prompts = [_encode(loaded, text, arguments.raw) for text in texts]
+        stop_tokens = tuple(loaded.tokenizer.eos_ids)
+        requests = [
+            Request(
+                prompt=prompt, max_new_tokens=arguments.max_new_tokens, stop_tokens=stop_tokens,
+                sampling=sampling, seed=arguments.seed + index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]  # fmt: skip
+        config = _serving_config(loaded, prompts, arguments.max_new_tokens, arguments, stop_tokens)
+    except (ValueError, OSError, ModuleNotFoundError, RuntimeError) as error:
+        print(f"paged-kv: {error}", file=sys.stderr)
+        return 2
+    streams = [loaded.tokenizer.stream() for _ in prompts]
+    printer = _Printer(texts, streams, shows_progress=arguments.file is not None)
+    server, compile_seconds = _started(loaded, config)
+    refused = []
+    start = time.perf_counter()
+    for request in requests:
+        server.add(request)
+    for update in server.stream():
+        printer.push(update.request, update.tokens)
+        if update.finish is not None:
+            printer.finish(update.request)
+        if update.refusal is not None:
+            refused.append((update.request, update.refusal))
+    printer.close()
+    seconds = time.perf_counter() - start
+    _report(server, prompts, config, arguments.max_new_tokens, seconds, compile_seconds)
+    for index, reason in refused:
+        needed = blocks_needed([len(prompts[index])], arguments.max_new_tokens, arguments.block_size)
+        print(
+            f"paged-kv: prompt {index + 1} was refused, {reason.name}: it can need {needed} blocks, "
+            f"and the pool has {config.cache.num_blocks}; --num-blocks {needed} would do",
+            file=sys.stderr,
+        )
+    return 1 if refused else 0
+
+
+def _lines(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _started(loaded: "LoadedModel", config: ServingConfig) -> tuple[Server, float]:
+    """A server with all its programs compiled, and the seconds that took."""
+    start = time.perf_counter()
+    server = Server(loaded.model, config)
+    server.warm_up()
+    return server, time.perf_counter() - start
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    """Run `paged-kv bench`."""
+    try:
+        for name in ("requests", "prompt_tokens", "new_tokens"):
+            if getattr(arguments, name) < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option}={getattr(arguments, name)} must be at least 1")
+        loaded = _load(arguments.model)
+        rng = np.random.default_rng(0)
+        shape = arguments.requests, arguments.prompt_tokens
+        prompts = rng.integers(0, loaded.config.vocab_size, shape).tolist()
+        config = _serving_config(loaded, prompts, arguments.new_tokens, arguments, ())
     except (ValueError, FileNotFoundError, ModuleNotFoundError, RuntimeError) as error:
         print(f"paged-kv: {error}", file=sys.stderr)
         return 2
-    printer = _Printer(arguments.prompts, [loaded.tokenizer.stream() for _ in prompts])
-    generated = generate(
-        loaded.model,
-        prompts,
-        config=config,
-        max_new_tokens=arguments.max_new_tokens,
-        stop_tokens=loaded.tokenizer.eos_ids,
-        sampling=sampling,
-        seed=arguments.seed,
-        on_tokens=printer.push,
-        on_finish=printer.finish,
-    )
-    _report(generated, prompts, config, arguments.max_new_tokens)
-    starved = [i for i, finish in enumerate(generated.finish) if finish == Finish.OUT_OF_BLOCKS]
-    if starved:
-        names = ", ".join(str(index + 1) for index in starved)
+    server, compile_seconds = _started(loaded, config)
+    start = time.perf_counter()
+    for prompt in prompts:
+        server.add(Request(prompt=prompt, max_new_tokens=arguments.new_tokens))
+    results = server.run()
+    seconds = time.perf_counter() - start
+    refused = sum(result.finish is Status.REFUSED for result in results.values())
+    if refused:
         print(
-            f"paged-kv: out of blocks: the pool of {config.num_blocks} blocks was too small, and "
-            f"prompt {names} stopped early; --num-blocks {generated.blocks_needed} would do",
+            f"paged-kv: {refused} requests can never fit into {config.cache.num_blocks} blocks",
             file=sys.stderr,
         )
         return 1
+    print(f"{arguments.model} in {jnp.dtype(loaded.dtype).name} on {jax.devices()[0].device_kind}")
+    _report(server, prompts, config, arguments.new_tokens, seconds, compile_seconds)
+    totals = server.totals
+    print(
+        f"{totals.steps} steps, {totals.mixed_steps} of them with prompts: "
+        f"{1e3 * seconds / totals.steps:.1f} ms each, {totals.computed_tokens / seconds:.1f} tokens/s "
+        f"computed, {totals.preemptions} preemptions"
+    )
     return 0
 
 
@@ -117,81 +211,117 @@ def _encode(loaded: "LoadedModel", text: str, is_raw: bool) -> list[int]:
     return tokens
 
 
-def _cache_config(
-    loaded: "LoadedModel", prompts: list[list[int]], arguments: argparse.Namespace
-) -> KVCacheConfig:
-    new, block_size = arguments.max_new_tokens, arguments.block_size
+def _serving_config(
+    loaded: "LoadedModel",
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    arguments: argparse.Namespace,
+    stop_tokens: Sequence[int],
+) -> ServingConfig:
+    """Sizes that serve these prompts, `new` tokens each."""
+    block_size = arguments.block_size
     if new < 1:
         raise ValueError(f"--max-new-tokens={new} must be at least 1")
     if block_size < 1:
         raise ValueError(f"--block-size={block_size} must be a power of two")
-    prompt_lens = [len(prompt) for prompt in prompts]
-    longest = max(prompt_lens) + new
+    if arguments.slots < 1:
+        raise ValueError(f"--slots={arguments.slots} must be at least 1")
+    prompt_lens = sorted(map(len, prompts))
+    longest = prompt_lens[-1] + new
     if longest > loaded.config.max_position:
         raise ValueError(
-            f"the longest prompt has {max(prompt_lens)} tokens; with --max-new-tokens={new} it would "
-            f"pass the {loaded.config.max_position} positions of the model"
+            f"the longest prompt has {prompt_lens[-1]} tokens; with {new} new ones it would pass the "
+            f"{loaded.config.max_position} positions of the model"
         )
-    needed = blocks_needed(prompt_lens, new, block_size)
-    return loaded.config.kv_cache_config(
-        num_blocks=needed if arguments.num_blocks is None else arguments.num_blocks,
-        max_seqs=len(prompts),
-        max_blocks_per_seq=-(-longest // block_size),
-        block_size=block_size,
-        dtype=loaded.dtype,
+    slots = min(arguments.slots, len(prompts))
+    needed = blocks_needed(prompt_lens[-slots:], new, block_size)
+    return ServingConfig(
+        cache=loaded.config.kv_cache_config(
+            num_blocks=needed if arguments.num_blocks is None else arguments.num_blocks,
+            max_seqs=slots,
+            max_blocks_per_seq=-(-longest // block_size),
+            block_size=block_size,
+            dtype=loaded.dtype,
+        ),
+        max_requests=min(len(prompts), 4 * slots),
+        mixed_sizes=(max(slots, min(512, sum(prompt_lens))),),
+        max_stop_tokens=max(1, len(stop_tokens)),
     )
 
 
 class _Printer:
-    """Prints the prompts' texts in order: the first unfinished one as it comes, later ones then."""
+    """Prints the prompts' texts in order: the first unfinished one as it comes, later ones then.
 
-    def __init__(self, prompts: list[str], streams: "list[TextStream]"):
-        self._prompts = prompts
+    With `shows_progress`, a bar on the standard error counts what is finished, and texts are printed
+    when they are complete.
+    """
+
+    def __init__(self, prompts: list[str], streams: "list[TextStream]", *, shows_progress: bool):
+        from tqdm import tqdm
+
         self._streams = streams
-        self._waiting = [""] * len(prompts)
+        self._waiting = [_head(number, prompt) for number, prompt in enumerate(prompts, 1)]
         self._is_finished = [False] * len(prompts)
-        self._current = 0
-        self._print_head()
+        self._current = self._num_tokens = 0
+        self._shows_progress = shows_progress
+        self._bar = tqdm(
+            total=len(prompts), unit="prompt", disable=not shows_progress, file=sys.stderr
+        )
+        self._print()
 
     def push(self, index: int, tokens: list[int]) -> None:
-        self._add(index, self._streams[index].push(tokens))
+        self._waiting[index] += self._streams[index].push(tokens)
+        self._num_tokens += len(tokens)
+        self._bar.set_postfix(new_tokens=self._num_tokens)
+        self._print()
 
     def finish(self, index: int) -> None:
+        self._waiting[index] += self._streams[index].finish() + "\n\n"
         self._is_finished[index] = True
-        self._add(index, self._streams[index].finish())
+        self._bar.update()
+        self._print()
 
-    def _add(self, index: int, text: str) -> None:
-        self._waiting[index] += text
-        while self._current < len(self._prompts):
-            print(self._waiting[self._current], end="", flush=True)
+    def close(self) -> None:
+        self._bar.close()
+
+    def _print(self) -> None:
+        while self._current < len(self._waiting):
+            is_finished = self._is_finished[self._current]
+            if self._shows_progress and not is_finished:
+                return
+            self._bar.write(self._waiting[self._current], file=sys.stdout, end="")
+            sys.stdout.flush()
             self._waiting[self._current] = ""
-            if not self._is_finished[self._current]:
+            if not is_finished:
                 return
             self._current += 1
-            print("\n", flush=True)
-            self._print_head()
 
-    def _print_head(self) -> None:
-        if self._current < len(self._prompts):
-            first_line, *more = self._prompts[self._current].splitlines() or [""]
-            shown = first_line if len(first_line) <= 76 and not more else f"{first_line[:75]}…"
-            print(f"[{self._current + 1}] {shown}", flush=True)
+
+def _head(number: int, prompt: str) -> str:
+    first_line, *more = prompt.splitlines() or [""]
+    shown = first_line if len(first_line) <= 76 and not more else f"{first_line[:75]}…"
+    return f"[{number}] {shown}\n"
 
 
 def _report(
-    generated: Generated, prompts: list[list[int]], config: KVCacheConfig, max_new_tokens: int
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    config: ServingConfig,
+    max_new_tokens: int,
+    seconds: float,
+    compile_seconds: float,
 ) -> None:
     """Print speed and memory."""
-    timing, new = generated.timing, sum(map(len, generated.tokens))
+    totals, cache = server.totals, config.cache
     prompt_tokens, longest = sum(map(len, prompts)), max(map(len, prompts)) + max_new_tokens
-    paged = generated.peak_blocks * config.block_size * config.bytes_per_token
-    contiguous = len(prompts) * longest * config.bytes_per_token
+    paged = totals.peak_blocks * cache.block_size * cache.bytes_per_token
+    contiguous = cache.max_seqs * longest * cache.bytes_per_token
     print(
-        f"{prompt_tokens} prompt tokens in {timing.prefill:.2f} s, {new} new tokens in "
-        f"{timing.decode:.2f} s: {new / max(timing.decode, 1e-9):.1f} tokens/s "
-        f"(and {timing.compile:.1f} s to compile)\n"
-        f"peak {generated.peak_blocks} of {config.num_blocks} blocks, {_mib(paged)}; contiguous "
-        f"caches of {longest} tokens for {len(prompts)} prompts: {_mib(contiguous)} "
+        f"{prompt_tokens} prompt tokens and {totals.new_tokens} new tokens in {seconds:.2f} s: "
+        f"{totals.new_tokens / max(seconds, 1e-9):.1f} new tokens/s "
+        f"(and {compile_seconds:.1f} s to compile)\n"
+        f"peak {totals.peak_blocks} of {cache.num_blocks} blocks, {_mib(paged)}; contiguous "
+        f"caches of {longest} tokens for {cache.max_seqs} prompts: {_mib(contiguous)} "
         f"({contiguous / max(paged, 1):.1f}x)"
     )
 
