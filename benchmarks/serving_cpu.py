@@ -11,7 +11,8 @@ their logarithm (many short, few long). Compared are
     compiled loop until its last row has all its tokens.
   * one request at a time through a contiguous cache, which is what both texts must be equal to.
 
-Server and static batching take turns, and the median of the rounds counts. Fails if a text differs, if
+Server and static batching take turns, and the median of the rounds counts; the seconds of all cores
+together are told, too, as they depend less on what else the machine does. Fails if a text differs, if
 anything compiles after the warm-up, or if a block is not free at the end.
 
     python benchmarks/serving_cpu.py           # writes benchmarks/results/serving_cpu.{md,json}
@@ -25,7 +26,6 @@ import json
 import os
 import pathlib
 import platform
-import statistics
 import sys
 import time
 
@@ -43,7 +43,7 @@ from paged_kv_jax.server import Request, Server
 
 REQUESTS, BLOCK_SIZE, SLOTS = 64, 16, 32
 PROMPT_LENS, NEW_TOKENS = (20, 400), (10, 200)
-MIXED_SIZES, DECODE_SIZES = (128, 256, 512), (8, 16, 24)
+MIXED_SIZES, DECODE_SIZES = (128, 256, 384, 512), (8, 16, 24)
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -108,12 +108,23 @@ def static_decode(
     return outputs, cache
 
 
-def run_static(model: Llama, work: Workload, batch: int) -> tuple[list[list[int]], float]:
-    """All requests, `batch` at a time in order of arrival: the texts, and the seconds it took."""
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> np.ndarray:
+        """Seconds by the clock on the wall, and of all cores together."""
+        return np.array([time.perf_counter() - self._wall, time.process_time() - self._cpu])
+
+
+def run_static(model: Llama, work: Workload, batch: int) -> tuple[list[list[int]], np.ndarray]:
+    """All requests, `batch` at a time in order of arrival: the texts, and the time it took."""
     width = max(map(len, work.prompts))
     texts = []
     empty = init_cache(model.config, batch, work.longest)
-    start = time.perf_counter()
+    clock = Clock()
     for first in range(0, REQUESTS, batch):
         prompts = work.prompts[first : first + batch]
         counts = work.new_tokens[first : first + batch]
@@ -124,7 +135,7 @@ def run_static(model: Llama, work: Workload, batch: int) -> tuple[list[list[int]
         outputs, _ = static_decode(model, token, lens, max(counts) - 1, cache)
         rows = np.asarray(outputs)
         texts += [row[:count].tolist() for row, count in zip(rows, counts, strict=False)]
-    return texts, time.perf_counter() - start
+    return texts, clock.read()
 
 
 def serving_config(model: Llama, work: Workload) -> ServingConfig:
@@ -138,15 +149,15 @@ def serving_config(model: Llama, work: Workload) -> ServingConfig:
     )  # fmt: skip
 
 
-def run_server(server: Server, work: Workload) -> tuple[list[list[int]], float]:
-    """All requests: the texts, and the seconds it took. Fails if a request did not complete."""
-    start = time.perf_counter()
+def run_server(server: Server, work: Workload) -> tuple[list[list[int]], np.ndarray]:
+    """All requests: the texts, and the time it took. Fails if a request did not complete."""
+    clock = Clock()
     numbers = [
         server.add(Request(prompt=prompt, max_new_tokens=count))
         for prompt, count in zip(work.prompts, work.new_tokens, strict=True)
     ]
     results = server.run()
-    seconds = time.perf_counter() - start
+    seconds = clock.read()
     if any(results[number, 0].finish is not Status.LENGTH for number in numbers):
         raise RuntimeError("a request did not complete")
     state = server.scheduler.cache.state
@@ -186,7 +197,10 @@ def compare(model: Llama, lengths: str, rounds: int) -> dict:
         text, time_taken = run_static(model, work, batch)
         static_seconds.append(time_taken)
         texts.append(text)
-        print(f"{lengths}: round {nth}: {seconds[-1]:.1f} s, {static_seconds[-1]:.1f} s", flush=True)
+        print(
+            f"{lengths}, round {nth}, server and static: {seconds[-1]}, {static_seconds[-1]}",
+            flush=True,
+        )
     if compilations:
         raise RuntimeError(f"{len(compilations)} programs were compiled after the warm-up")
     expected, single_seconds = one_by_one(model, work)
@@ -197,28 +211,28 @@ def compare(model: Llama, lengths: str, rounds: int) -> dict:
         name: getattr(server.totals, name) - getattr(done, name)
         for name in ("steps", "mixed_steps", "computed_tokens", "new_tokens", "preemptions")
     }
-    new_tokens, ours, static = (
-        sum(work.new_tokens), statistics.median(seconds), statistics.median(static_seconds)
-    )  # fmt: skip
+    new_tokens = sum(work.new_tokens)
+    ours, static = np.median(seconds, axis=0), np.median(static_seconds, axis=0)
     return {
         "lengths": lengths,
         "prompt_tokens": sum(map(len, work.prompts)),
         "num_blocks": config.cache.num_blocks,
         "static_batch": batch,
         "static_cache_tokens": work.longest,
-        "server_seconds": seconds,
-        "static_seconds": static_seconds,
-        "one_by_one_seconds": single_seconds,
-        "server_tokens_per_second": new_tokens / ours,
-        "static_tokens_per_second": new_tokens / static,
-        "one_by_one_tokens_per_second": new_tokens / single_seconds,
-        "ratio": static / ours,
+        "server_wall_and_cpu_seconds": np.array(seconds).tolist(),
+        "static_wall_and_cpu_seconds": np.array(static_seconds).tolist(),
+        "one_by_one_wall_and_cpu_seconds": single_seconds.tolist(),
+        "server_tokens_per_second": new_tokens / ours[0],
+        "static_tokens_per_second": new_tokens / static[0],
+        "one_by_one_tokens_per_second": new_tokens / single_seconds[0],
+        "ratio": static[0] / ours[0],
+        "cpu_ratio": static[1] / ours[1],
         **totals,
         "peak_blocks": server.totals.peak_blocks,
     }
 
 
-def one_by_one(model: Llama, work: Workload) -> tuple[list[list[int]], float]:
+def one_by_one(model: Llama, work: Workload) -> tuple[list[list[int]], np.ndarray]:
     """Each request alone: what the others must be equal to."""
     return run_static(model, work, 1)
 
@@ -255,14 +269,14 @@ def main() -> None:
         "nothing compiled after the warm-up; all blocks free at the end.",
         "",
         "| lengths drawn | pool, tokens | static rows | server | static | one by one | server / static "
-        "| preemptions | tokens computed twice |",
-        "|" + "---|" * 9,
+        "| by CPU seconds | preemptions | tokens computed twice |",
+        "|" + "---|" * 10,
         *(
             f"| {row['lengths']} | {row['num_blocks'] * BLOCK_SIZE:,} "
             f"| {row['static_batch']} x {row['static_cache_tokens']} "
             f"| {row['server_tokens_per_second']:.1f} | {row['static_tokens_per_second']:.1f} "
             f"| {row['one_by_one_tokens_per_second']:.1f} | {row['ratio']:.2f} "
-            f"| {row['preemptions']} "
+            f"| {row['cpu_ratio']:.2f} | {row['preemptions']} "
             f"| {row['computed_tokens'] - row['prompt_tokens'] - row['new_tokens'] + REQUESTS} |"
             for row in rows
         ),

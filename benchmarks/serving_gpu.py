@@ -139,7 +139,9 @@ def serve(arguments: argparse.Namespace, read_rate: float | None) -> dict:
         for update in server.step():
             started.add(update.request)
             if update.finish is not None:
-                raise RuntimeError("a request ended before all prompts were computed: fewer, please")
+                raise RuntimeError(
+                    "a request ended before all prompts were computed: fewer, please"
+                )
     prefill_seconds = time.perf_counter() - start
     prefill = server.totals
     print(f"prefill: {prefill_seconds:.1f} s", flush=True)
@@ -164,10 +166,11 @@ def serve(arguments: argparse.Namespace, read_rate: float | None) -> dict:
 
     weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
     weights -= model.model.embed_tokens.weight[...].nbytes
+    read_ms = 1e3 / read_rate if read_rate else float("nan")  # of a byte
     floors = [
-        1e3 * (weights + tokens * serving.cache.bytes_per_token) / read_rate if read_rate else None
-        for tokens in live_tokens
+        read_ms * (weights + tokens * serving.cache.bytes_per_token) for tokens in live_tokens
     ]
+    over_floor = [ms / floor for ms, floor in zip(step_ms, floors, strict=True)]
     prompt_tokens, new_tokens = sum(map(len, prompts)), new * len(prompts)
     decoded = prefill.computed_tokens - prompt_tokens
     return {
@@ -181,11 +184,7 @@ def serve(arguments: argparse.Namespace, read_rate: float | None) -> dict:
         "tokens_decoded_among_prefill": decoded,
         "decode_step_ms": statistics.median(step_ms),
         "decode_floor_ms": statistics.median(floors) if read_rate else None,
-        "decode_over_floor": (
-            statistics.median(ms / floor for ms, floor in zip(step_ms, floors, strict=True))
-            if read_rate
-            else None
-        ),
+        "decode_over_floor": statistics.median(over_floor) if read_rate else None,
         "decode_calls": len(step_ms),
         "live_tokens": statistics.median(live_tokens),
         "weight_bytes": weights,
@@ -199,8 +198,8 @@ def serve(arguments: argparse.Namespace, read_rate: float | None) -> dict:
 
 def serve_with_transformers(arguments: argparse.Namespace, queue: multiprocessing.Queue) -> None:
     """The same requests through transformers; puts the seconds and the tokens it made on the queue."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     config, new = model_config(arguments), arguments.new_tokens
     has_flash = importlib.util.find_spec("flash_attn") is not None
@@ -281,9 +280,9 @@ def environment() -> dict[str, str]:
 def markdown(record: dict) -> str:
     """The record for people."""
     where, ours, size = record["environment"], record["server"], record["size"]
+    shape = "a tiny model" if size["tiny"] else "Llama-3.1-8B"
     lines = [
-        f"# Continuous batching, {size['layers']} layers of {'a tiny model' if size['tiny'] else 'Llama-3.1-8B'}"
-        ", random bfloat16 weights",
+        f"# Continuous batching, {size['layers']} layers of {shape}, random bfloat16 weights",
         "",
         ", ".join(f"{key}: {value}" for key, value in where.items()),
         "",

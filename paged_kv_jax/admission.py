@@ -114,7 +114,9 @@ def once(condition: jax.Array, function: Callable[[T], T], carry: T) -> T:
     A loop that runs once or not at all: unlike a conditional, it updates its arrays in place.
     """
     return jax.lax.while_loop(
-        lambda state: state[0], lambda state: (jnp.bool(False), function(state[1])), (condition, carry)
+        lambda state: state[0],
+        lambda state: (jnp.bool(False), function(state[1])),
+        (condition, carry),
     )[1]
 
 
@@ -145,7 +147,9 @@ def _evict(scheduler: Scheduler) -> Scheduler:
     # One row a block: as many as can be served.
     needed = jnp.arange(scheduler.slot_request.shape[0]) < _blocks_needed(scheduler)
     index, state = make_room(cache.index, cache.state, needed)
-    return dataclasses.replace(scheduler, cache=dataclasses.replace(cache, index=index, state=state))
+    return dataclasses.replace(
+        scheduler, cache=dataclasses.replace(cache, index=index, state=state)
+    )
 
 
 def _preempt_youngest(scheduler: Scheduler) -> Scheduler:

@@ -81,7 +81,9 @@ def _add_model(command: argparse.ArgumentParser) -> None:
 
 
 def _add_pool(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--slots", type=int, default=32, metavar="S", help="prompts at once at most")
+    command.add_argument(
+        "--slots", type=int, default=32, metavar="S", help="prompts at once at most"
+    )
     command.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens per block")
     command.add_argument(
         "--num-blocks", type=int, default=None, metavar="N",
@@ -139,7 +141,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     _report(server, prompts, config, arguments.max_new_tokens, seconds, compile_seconds)
     for index, reason in refused:
-        needed = blocks_needed([len(prompts[index])], arguments.max_new_tokens, arguments.block_size)
+        needed = blocks_needed(
+            [len(prompts[index])], arguments.max_new_tokens, arguments.block_size
+        )
         print(
             f"paged-kv: prompt {index + 1} was refused, {reason.name}: it can need {needed} blocks, "
             f"and the pool has {config.cache.num_blocks}; --num-blocks {needed} would do",

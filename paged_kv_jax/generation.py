@@ -2,6 +2,7 @@
 
 Each compiled loop (`lax.while_loop`) holds the whole step: allocator, plan, model, sampling, and the
 return of a finished sequence's blocks. The host only looks between loops, to stream what is new.
+Here all prompts start at once and nothing joins; `server` is for requests that come and go.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ import enum
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import jax
 import jax.monitoring
@@ -20,23 +21,8 @@ from paged_kv_jax.allocator import stats
 from paged_kv_jax.cache import PagedKVCache
 from paged_kv_jax.config import KVCacheConfig
 from paged_kv_jax.errors import ResultCode, raise_if_failed
-from paged_kv_jax.plan import Plan
-from paged_kv_jax.pool import KVPool
 from paged_kv_jax.sampling import Sampling, sample
-
-
-class LanguageModel(Protocol):
-    """A model over a paged cache; a pytree, so that it is an argument of compiled functions."""
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, pool: KVPool, plan: Plan
-    ) -> tuple[jax.Array, KVPool]:
-        """tokens, positions int32 [T] -> hidden [T, E] and the pool with their K and V written."""
-        ...
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., E] -> float32 [..., V]."""
-        ...
+from paged_kv_jax.serving import LanguageModel
 
 
 class Finish(enum.IntEnum):
@@ -156,6 +142,11 @@ def generate(
       PagedKVError: an operation of the cache failed for another reason than its size.
     """
     _check_prompts(prompts, config, max_new_tokens, prefill_tokens)
+    if sampling.repetition_penalty != 1:
+        raise ValueError(
+            f"repetition_penalty={sampling.repetition_penalty} needs the prompts' tokens beside the "
+            "logits: `paged_kv_jax.server.Server` keeps them, generate does not"
+        )
     stop = jnp.asarray(tuple(stop_tokens), jnp.int32)
     prompt_lens = [len(prompt) for prompt in prompts]
     prefill_tokens = min(prefill_tokens, sum(prompt_lens))

@@ -277,9 +277,7 @@ class Scheduler:
         return self.queue[(self.queue_start + nth) % self.queue.shape[0]]
 
 
-def refusal(
-    config: KVCacheConfig, prompt_lens: Any, max_new_tokens: Any, xp: Any = jnp
-) -> Any:
+def refusal(config: KVCacheConfig, prompt_lens: Any, max_new_tokens: Any, xp: Any = jnp) -> Any:
     """Why requests could never be served, whatever else runs: 0 or a `ResultCode`.
 
     Args:

@@ -310,7 +310,7 @@ class Server:
         if int(state.seq_block_count[slot]) > room:
             self.scheduler = _give_up(scheduler, slot)
             return
-        state, host, _ = swap_out(state, scheduler.cache.pool, HostPool(room), np.array([slot]))
+        state, host, _ = swap_out(state, scheduler.cache.pool, HostPool(room), [slot])
         self._swapped[entry] = (host.sequences[slot], int(scheduler.num_computed[slot]))
         cache = dataclasses.replace(scheduler.cache, state=state)
         self.scheduler = _requeue_swapped(dataclasses.replace(scheduler, cache=cache), slot)
@@ -331,7 +331,7 @@ class Server:
             cache = scheduler.cache
             state, pool, _, result = swap_in(
                 cache.state, cache.pool, HostPool(sequence.num_blocks, {slot: sequence}),
-                np.array([slot]),
+                [slot],
             )  # fmt: skip
             if result[0] < 0:
                 raise PagedKVError((ResultCode(int(result[0])),))
@@ -381,11 +381,15 @@ def _make_room(scheduler: Scheduler, needed: jax.Array | int) -> Scheduler:
     if cache.index is None:
         return scheduler
     index, state = make_room(cache.index, cache.state, jnp.int32(needed))
-    return dataclasses.replace(scheduler, cache=dataclasses.replace(cache, index=index, state=state))
+    return dataclasses.replace(
+        scheduler, cache=dataclasses.replace(cache, index=index, state=state)
+    )
 
 
 @functools.partial(jax.jit, donate_argnames="scheduler")
-def _resume(scheduler: Scheduler, slot: jax.Array | int, num_computed: jax.Array | int) -> Scheduler:
+def _resume(
+    scheduler: Scheduler, slot: jax.Array | int, num_computed: jax.Array | int
+) -> Scheduler:
     """Let the first in the queue run in `slot`, whose sequence is back."""
     request, requests = scheduler.queue[scheduler.queue_start], scheduler.requests
     return dataclasses.replace(

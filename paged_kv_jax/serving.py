@@ -53,9 +53,7 @@ def run_until(
 
     def goes_on(scheduler: Scheduler) -> jax.Array:
         first = scheduler.queue[scheduler.queue_start]
-        may_start = (scheduler.queue_len > 0) & (
-            scheduler.requests.status[first] == Status.WAITING
-        )
+        may_start = (scheduler.queue_len > 0) & (scheduler.requests.status[first] == Status.WAITING)
         has_work = jnp.any(scheduler.is_running) | may_start
         return (scheduler.counts.steps < num_steps) & has_work & ~scheduler.is_stalled
 
@@ -204,9 +202,7 @@ def _compute(
     logits = model.logits(hidden[plan.last_tokens])
 
     lens, options = requests.lens[request], jax.tree.map(lambda x: x[request], requests.sampling)
-    logits = penalise_repetition(
-        logits, options.repetition_penalty, requests.tokens[request], lens
-    )
+    logits = penalise_repetition(logits, options.repetition_penalty, requests.tokens[request], lens)
     # A token's key is the request's with the token's place in the output folded in: it depends
     # neither on the batch nor on what was computed how often.
     keys = jax.vmap(jax.random.key)(requests.seed[request])

@@ -34,71 +34,54 @@ def run(*words: str) -> int:
     return arguments.run(arguments)
 
 
+PROMPTS = ["the quick", "a", "brown fox jumps over", "the quick"]
+WORDS = ["--max-new-tokens", "6", "--slots", "2"]
+
+
 def test_generate_prints_each_prompt_with_its_text_in_order_and_a_report(model_folder, capsys):
-    prompts = ["abc", "the quick brown fox", "z"]
-    code = run("generate", *prompts, "--model", str(model_folder), "--max-new-tokens", "5")
+    assert run("generate", *PROMPTS, "--model", str(model_folder), *WORDS) == 0
     printed = capsys.readouterr().out
-    assert code == 0
-    places = [printed.index(f"[{number}] {text}") for number, text in enumerate(prompts, 1)]
+    places = [printed.index(f"[{number}] {text}") for number, text in enumerate(PROMPTS, 1)]
     assert places == sorted(places)
-    assert "23 prompt tokens and 15 new tokens" in printed
-    # 7, 23 and 5 tokens in blocks of 16, against three caches of 24: 2 layers x 2 heads x 16 x 4 bytes.
-    assert "peak 4 of 4 blocks" in printed
-    assert "contiguous caches of 24 tokens for 3 prompts" in printed
+    assert "39 prompt tokens and 24 new tokens" in printed
+    # Two at once: 25 and 14 tokens in blocks of 16, against two caches of 26.
+    assert "peak 3 of 3 blocks" in printed
+    assert "contiguous caches of 26 tokens for 2 prompts" in printed
 
 
-def test_the_same_prompt_gives_the_same_text_alone_and_in_a_batch(model_folder, capsys):
-    def text_of(number, *prompts):
-        run("generate", *prompts, "--model", str(model_folder), "--max-new-tokens", "9")
-        return capsys.readouterr().out.split(f"[{number}] ")[1].split("\n\n")[0]
-
-    assert text_of(1, "hello") == text_of(2, "something else", "hello")
-
-
-def test_a_pool_for_one_prompt_at_a_time_serves_them_all_and_one_for_none_exits_1(
-    model_folder, capsys
-):
-    words = ["generate", "abcd", "efgh", "--model", str(model_folder), "--max-new-tokens", "30"]
-    words += ["--block-size", "8"]
-    assert run(*words, "--num-blocks", "10") == 0
-    roomy = capsys.readouterr().out
-    assert run(*words, "--num-blocks", "5") == 0  # 4 + 30 - 1 tokens in blocks of 8
-    tight = capsys.readouterr().out
-    assert tight.split("\n\n")[:2] == roomy.split("\n\n")[:2]
-    assert "peak 5 of 5 blocks" in tight
-    assert run(*words, "--num-blocks", "4") == 1
+def test_a_prompt_that_no_pool_of_this_size_serves_is_said_and_exits_1(model_folder, capsys):
+    words = ["generate", "abcd", "efghijklmnop", "--model", str(model_folder)]
+    words += ["--max-new-tokens", "30", "--block-size", "8", "--num-blocks", "5"]
+    assert run(*words) == 1  # 4 + 30 - 1 tokens in blocks of 8, and 12 + 30 - 1
     captured = capsys.readouterr()
     assert "prompt 2 was refused, OUT_OF_BLOCKS" in captured.err
-    assert "--num-blocks 5 would do" in captured.err
-    assert "[2] efgh" in captured.out
+    assert "--num-blocks 6 would do" in captured.err
+    assert "30 new tokens" in captured.out
+    assert "peak 5 of 5 blocks" in captured.out
+    assert "[2] efghijklmnop" in captured.out
 
 
-def test_prompts_come_from_a_file_with_a_progress_bar_and_print_in_order(
+def test_prompts_from_a_file_print_the_same_in_order_beside_a_progress_bar(
     model_folder, tmp_path, capsys
 ):
-    prompts = ["the quick", "a", "brown fox jumps over", "dog"]
     file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(prompts[1:]) + "\n\n")
-    words = ["--model", str(model_folder), "--max-new-tokens", "6"]
-    assert run("generate", prompts[0], "--file", str(file), *words, "--slots", "2") == 0
+    file.write_text("\n".join(PROMPTS[1:]) + "\n\n")
+    words = ["--model", str(model_folder), *WORDS]
+    assert run("generate", PROMPTS[0], "--file", str(file), *words) == 0
     from_file = capsys.readouterr()
     assert "4/4" in from_file.err
     assert "new_tokens=24" in from_file.err
-    assert run("generate", *prompts, *words) == 0
+    assert run("generate", *PROMPTS, *words) == 0
     at_once = capsys.readouterr()
     assert at_once.err == ""
-    assert from_file.out.split("\n\n")[:4] == at_once.out.split("\n\n")[:4]
-
-
-def test_options_of_sampling_reach_the_sampler(model_folder, capsys):
-    words = ["generate", "hello", "--model", str(model_folder), "--max-new-tokens", "12"]
-
-    def text_with(*more):
-        assert run(*words, *more) == 0
-        return capsys.readouterr().out.split("\n\n")[0]
-
-    assert text_with("--temperature", "1", "--min-p", "1") == text_with()
-    assert text_with("--repetition-penalty", "9") != text_with()
+    texts = from_file.out.split("\n\n")[:4]
+    assert texts == at_once.out.split("\n\n")[:4]
+    assert texts[0].removeprefix("[1]") == texts[3].removeprefix("[4]")
+    # The most likely token alone is as likely as itself.
+    assert run("generate", *PROMPTS, *words, "--temperature", "1", "--min-p", "1") == 0
+    assert capsys.readouterr().out.split("\n\n")[:4] == texts
+    assert run("generate", *PROMPTS, *words, "--repetition-penalty", "9") == 0
+    assert capsys.readouterr().out.split("\n\n")[:4] != texts
 
 
 def test_bench_tells_how_fast_the_machine_serves(model_folder, capsys):

@@ -18,10 +18,10 @@ from paged_kv_jax.serving import run_until
 MODEL = TinyModel.create()
 # 20 blocks of 4 for up to 4 requests that may take 10 each; prompts in chunks of up to 8 tokens.
 PLAIN = ServingConfig(
-    cache=cache_config(20), max_requests=8, mixed_sizes=(4, 8), decode_sizes=(2,), max_stop_tokens=2
+    cache=cache_config(20), max_requests=8, mixed_sizes=(8,), decode_sizes=(2,), max_stop_tokens=2
 )  # fmt: skip
 REUSE = ServingConfig(
-    cache=cache_config(20), max_requests=8, mixed_sizes=(8,), max_stop_tokens=2, prefix_reuse=True
+    cache=cache_config(20), max_requests=8, mixed_sizes=(4, 8), max_stop_tokens=2, prefix_reuse=True
 )
 SWAPS = ServingConfig(
     cache=cache_config(20), max_requests=8, mixed_sizes=(8,), max_stop_tokens=2, swaps=True
@@ -115,9 +115,7 @@ def test_samples_of_one_prompt_equal_separate_requests_and_compute_it_once(confi
     drawn = Sampling(temperature=1.0, top_k=12)
     prompt = list(range(14))
     serving = server(config)
-    serving.add(
-        Request(prompt=prompt, max_new_tokens=6, sampling=drawn, seed=40, num_samples=4)
-    )
+    serving.add(Request(prompt=prompt, max_new_tokens=6, sampling=drawn, seed=40, num_samples=4))
     together = texts_of(serving)
     assert serving.totals.preemptions == 0
     # The first computes all of the prompt, the others its last token only.

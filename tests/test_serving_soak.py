@@ -15,7 +15,7 @@ from paged_kv_jax.sampling import Sampling
 from paged_kv_jax.scheduler import ServingConfig, Status, check_scheduler
 from paged_kv_jax.server import Request, Server
 
-REQUESTS = int(os.environ.get("SOAK_REQUESTS", "300"))
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
 CONFIG = ServingConfig(
     cache=cache_config(14, max_seqs=6, max_blocks=7), max_requests=16, mixed_sizes=(12,),
     decode_sizes=(3,), prefix_reuse=True,
@@ -61,7 +61,7 @@ def test_requests_come_and_go_and_leave_nothing_behind():
     asked: dict[int, Request] = {}
     left: dict[int, int] = {}  # samples of each that have not ended
     texts: dict[tuple[int, int], list[int]] = {}
-    finishes = {status: 0 for status in Status}
+    finishes = dict.fromkeys(Status, 0)
     num_asked, early_memory, early_arrays = 0, None, None
     while num_asked < REQUESTS or not server.is_idle:
         for _ in range(min(int(rng.integers(0, 6)), REQUESTS - num_asked)):
@@ -98,4 +98,3 @@ def test_requests_come_and_go_and_leave_nothing_behind():
     cache = server.scheduler.cache.forget()
     assert int(cache.state.free_top) == CONFIG.cache.num_blocks
     print({status.name: count for status, count in finishes.items() if count}, server.totals)
-
