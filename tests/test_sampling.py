@@ -10,12 +10,15 @@ import pytest
 
 from paged_kv_jax.sampling import Sampling, SamplingRows, _cut, penalise_repetition, sample
 
+jitted_sample = jax.jit(sample)
+
 
 def draws(logits, sampling, *, num=4000, seed=0):
     """`num` independent draws from one row of logits."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num, len(logits)))
     keys = jax.random.split(jax.random.key(seed), num)
-    return np.asarray(sample(rows, keys, jnp.zeros(num, jnp.int32), sampling))
+    options = SamplingRows.of(sampling, num)
+    return np.asarray(jitted_sample(rows, keys, jnp.zeros(num, jnp.int32), options))
 
 
 def assert_frequencies(tokens, probability):
@@ -33,7 +36,7 @@ def softmax(x):
 
 
 def test_temperature_zero_takes_the_most_likely_token():
-    assert set(draws(LOGITS, Sampling(), num=8)) == {1}
+    assert set(draws(LOGITS, Sampling())) == {1}
 
 
 def test_temperature_scales_the_distribution():
@@ -56,7 +59,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_p():
 
 
 def test_top_p_never_drops_the_most_likely_token():
-    assert set(draws(LOGITS, Sampling(temperature=1.0, top_p=1e-6), num=8)) == {1}
+    assert set(draws(LOGITS, Sampling(temperature=1.0, top_p=1e-6))) == {1}
 
 
 def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely():
@@ -65,7 +68,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely():
     assert_frequencies(draws(LOGITS, Sampling(temperature=1.0, min_p=0.5)), probability)
     probability = softmax(np.where(LOGITS >= 0.5, LOGITS, -np.inf))
     assert_frequencies(draws(LOGITS, Sampling(temperature=1.0, min_p=0.2)), probability)
-    assert set(draws(LOGITS, Sampling(temperature=1.0, min_p=1.0), num=8)) == {1}
+    assert set(draws(LOGITS, Sampling(temperature=1.0, min_p=1.0))) == {1}
 
 
 def test_top_p_counts_what_top_k_left():
@@ -122,10 +125,11 @@ def test_a_row_draws_the_same_in_any_batch():
     keys = jax.random.split(jax.random.key(2), 6)
     steps = jnp.arange(6, dtype=jnp.int32)
     sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9)
-    together = sample(logits, keys, steps, sampling)
+    together = jitted_sample(logits, keys, steps, SamplingRows.of(sampling, 6))
     for row in range(6):
         one = slice(row, row + 1)
-        assert sample(logits[one], keys[one], steps[one], sampling)[0] == together[row]
+        alone = jitted_sample(logits[one], keys[one], steps[one], SamplingRows.of(sampling, 1))
+        assert alone[0] == together[row]
 
 
 def test_steps_of_one_row_draw_independently():

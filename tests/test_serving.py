@@ -18,10 +18,15 @@ from paged_kv_jax.serving import run_until
 MODEL = TinyModel.create()
 # 16 blocks of 4 for up to 4 requests that may take 10 each; prompts in chunks of up to 8 tokens.
 PLAIN = ServingConfig(
-    cache=cache_config(16), max_requests=8, mixed_sizes=(8,), decode_sizes=(2,), max_stop_tokens=2
+    cache=cache_config(16), max_requests=8, mixed_sizes=(8,), max_stop_tokens=2
 )  # fmt: skip
 REUSE = ServingConfig(
-    cache=cache_config(16), max_requests=8, mixed_sizes=(4, 8), max_stop_tokens=2, prefix_reuse=True
+    cache=cache_config(16),
+    max_requests=8,
+    mixed_sizes=(4, 8),
+    decode_sizes=(2,),
+    max_stop_tokens=2,
+    prefix_reuse=True,
 )
 SWAPS = ServingConfig(
     cache=cache_config(16), max_requests=8, mixed_sizes=(8,), max_stop_tokens=2, swaps=True

@@ -15,7 +15,7 @@ from paged_kv_jax.sampling import Sampling
 from paged_kv_jax.scheduler import ServingConfig, Status, check_scheduler
 from paged_kv_jax.server import Request, Server
 
-REQUESTS = int(os.environ.get("SOAK_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "120"))
 CONFIG = ServingConfig(
     cache=cache_config(14, max_seqs=6, max_blocks=7), max_requests=16, mixed_sizes=(12,),
     decode_sizes=(3,), prefix_reuse=True,
