@@ -33,6 +33,10 @@ from paged_kv_jax.plan import Plan, plan_from_tables
 from paged_kv_jax.pool import KVPool, copy_blocks, init_pool, write, write_prefill, write_token
 from paged_kv_jax.prefix import PrefixStats, admit, check_index, commit, match_prefix, prefix_stats
 from paged_kv_jax.prefix_table import PrefixIndex, init_prefix_index
+from paged_kv_jax.sampling import Sampling
+from paged_kv_jax.scheduler import Scheduler, ServingConfig
+from paged_kv_jax.server import Request, Server
+from paged_kv_jax.serving import run_until, serve_step
 from paged_kv_jax.sharing import BlockCopies, fork, release_before, truncate
 from paged_kv_jax.state import BlockState, check_invariants
 from paged_kv_jax.swap import HostPool, HostSequence, swap_in, swap_out
@@ -51,7 +55,12 @@ __all__ = [
     "Plan",
     "PrefixIndex",
     "PrefixStats",
+    "Request",
     "ResultCode",
+    "Sampling",
+    "Scheduler",
+    "Server",
+    "ServingConfig",
     "SharedPrefix",
     "Stats",
     "__version__",
@@ -83,6 +92,8 @@ __all__ = [
     "raise_if_failed",
     "release_before",
     "resize",
+    "run_until",
+    "serve_step",
     "stats",
     "step",
     "supports",

@@ -146,7 +146,7 @@ def test_the_samples_of_a_prompt_wait_for_the_first_and_then_fork():
 
 
 def test_the_youngest_makes_way_for_the_oldest():
-    scheduler, _ = submitted(Scheduler.create(CONFIG), [3, 1, 0], [4, 3, 4], [30, 3, 30])
+    scheduler, _ = submitted(Scheduler.create(CONFIG), [3, 1, 0, 2], [4, 3, 4, 1], [30, 3, 30, 1])
     scheduler = jitted_admit(scheduler)
     scheduler = with_computed(scheduler, [4, 2, 3])
     scheduler = jitted_admit(scheduler)
@@ -157,7 +157,7 @@ def test_the_youngest_makes_way_for_the_oldest():
     assert int(cache.state.free_top) == 0
     scheduler = jitted_grow(with_token(scheduler, 3))
     assert scheduler.slot_request.tolist() == [3, 1, -1]
-    assert waiting(scheduler) == [0]
+    assert waiting(scheduler) == [0, 2]  # before what came after it
     assert int(scheduler.counts.preemptions) == 1
     assert int(scheduler.cache.state.seq_lens[0]) == 5
     assert int(scheduler.errors) == 0
