@@ -5,9 +5,7 @@ the sum of exp2(logit - maximum) and the values weighted by it, all float32, log
 """
 
 import functools
-import inspect
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_problem import Kernel
-from .decode_schedule import Piece, Scalar, div, rem
+from .decode_schedule import Piece
+from .gpu_memory import THIS_GPU, load, semaphore_signal, semaphore_wait, store
+from .schedule import Scalar, div, rem
 
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 COLUMNS = WGMMA.reduce(0)  # one value per query column, the same in all rows
-
-# Differences between the versions of JAX.
-_LOAD_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
-_LOAD_NEEDS_INDEX = _LOAD_INDEX is not None and _LOAD_INDEX.default is inspect.Parameter.empty
-_store_to = getattr(plgpu, "store", None)
-_signal = getattr(plgpu, "semaphore_signal", pl.semaphore_signal)
-_wait = getattr(plgpu, "semaphore_wait", pl.semaphore_wait)
-_THIS_GPU: dict[str, Any] = (
-    {"memory_scope": "gpu"} if "memory_scope" in inspect.signature(_wait).parameters else {}
-)
-
-
-def _load(ref, layout) -> jax.Array:
-    index = ((),) if _LOAD_NEEDS_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _store(ref, value: jax.Array) -> None:
-    if _store_to is None:
-        ref[...] = value
-    else:
-        _store_to(ref, value, optimized=False)
 
 
 def _transposed(ref):
@@ -51,7 +29,7 @@ def _transposed(ref):
 
 def _store_transposed(ref, value: jax.Array) -> None:
     """ref[...] = value.T of 16-bit values."""
-    _store(_transposed(ref), plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED))
+    store(_transposed(ref), plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED))
 
 
 def _filled(shape: tuple[int, ...], value: float) -> jax.Array:
@@ -211,7 +189,7 @@ def _finish_logits(
         return jnp.where(seen, x, -jnp.inf)
 
     if "slopes" in kernel.gmem:
-        slopes = _load(kernel.gmem["slopes"].at[kernel.head(piece)], COLUMNS)
+        slopes = load(kernel.gmem["slopes"].at[kernel.head(piece)], COLUMNS)
         logits = logits + _rows(slopes, p.tile_tokens) * distance().astype(jnp.float32)
     return lax.cond(edge, mask, lambda x: x, logits)
 
@@ -224,21 +202,21 @@ def _blank_dead_values(kernel: Kernel, piece: Piece, token0: Scalar, slot: Scala
         shape = (64, p.padded_dim)
         token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA) + (token0 + r)
         live = (token >= piece.facts.low) & (token < piece.facts.kv_len)
-        values = _load(rows_smem, WGMMA)
-        _store(rows_smem, jnp.where(live, values, jnp.zeros_like(values)))
+        values = load(rows_smem, WGMMA)
+        store(rows_smem, jnp.where(live, values, jnp.zeros_like(values)))
 
 
 def _leave_part(kernel: Kernel, piece: Piece, part) -> None:
     """Leaves the part of an item that starts in another CTA, and says so there."""
     maximum, total, acc = part
-    _store(kernel.gmem["part_acc"].at[kernel.cta], acc)
-    _store(kernel.gmem["part_stats"].at[kernel.cta, 0], maximum)
-    _store(kernel.gmem["part_stats"].at[kernel.cta, 1], total)
+    store(kernel.gmem["part_acc"].at[kernel.cta], acc)
+    store(kernel.gmem["part_stats"].at[kernel.cta, 0], maximum)
+    store(kernel.gmem["part_stats"].at[kernel.cta, 1], total)
     if "ready" in kernel.gmem:
         # One thread signals; the barrier in commit_smem puts all threads' stores before that.
         plgpu.commit_smem()
         owner = kernel.cta + piece.owner * kernel.problem.lanes
-        _signal(kernel.gmem["ready"].at[owner], **_THIS_GPU)
+        semaphore_signal(kernel.gmem["ready"].at[owner], **THIS_GPU)
 
 
 def _finish_item(kernel: Kernel, piece: Piece, part) -> None:
@@ -248,7 +226,7 @@ def _finish_item(kernel: Kernel, piece: Piece, part) -> None:
 
         @pl.when(piece.others > 0)
         def _():
-            _wait(kernel.gmem["ready"].at[kernel.cta], piece.others, **_THIS_GPU)
+            semaphore_wait(kernel.gmem["ready"].at[kernel.cta], piece.others, **THIS_GPU)
 
     # A load takes most of a microsecond, so several parts are in flight at once.
     batch = max(1, min(8, 8192 // (p.padded_dim * p.columns)))
@@ -259,16 +237,16 @@ def _finish_item(kernel: Kernel, piece: Piece, part) -> None:
             index = chunk * batch + i
             other = kernel.cta - (1 + jnp.minimum(index, piece.others - 1)) * p.lanes
             stats = kernel.gmem["part_stats"].at[other]
-            maximum = jnp.where(index < piece.others, _load(stats.at[0], COLUMNS), -jnp.inf)
-            acc = _load(kernel.gmem["part_acc"].at[other], WGMMA)
-            loaded.append((maximum, _load(stats.at[1], COLUMNS), acc))
+            maximum = jnp.where(index < piece.others, load(stats.at[0], COLUMNS), -jnp.inf)
+            acc = load(kernel.gmem["part_acc"].at[other], WGMMA)
+            loaded.append((maximum, load(stats.at[1], COLUMNS), acc))
         return functools.reduce(_merge, loaded, part)
 
     chunks = div(piece.others + (batch - 1), batch)
     maximum, total, acc = lax.fori_loop(0, chunks, add_parts, part)
     head = kernel.head(piece)
     if "sinks" in kernel.gmem:
-        sinks = _load(kernel.gmem["sinks"].at[head], COLUMNS)
+        sinks = load(kernel.gmem["sinks"].at[head], COLUMNS)
         top = jnp.maximum(maximum, sinks)
         decay = jnp.exp2(maximum - top)
         maximum, total = top, total * decay + jnp.exp2(sinks - top)
@@ -284,7 +262,7 @@ def _finish_item(kernel: Kernel, piece: Piece, part) -> None:
     for i in range(p.token_columns):
         columns = lse[i * p.head_columns : (i + 1) * p.head_columns]
         lse_gmem = kernel.gmem["lse"].at[token + i, head]
-        pl.when(i < count)(functools.partial(_store, lse_gmem, columns))
+        pl.when(i < count)(functools.partial(store, lse_gmem, columns))
 
 
 def _store_output(
@@ -325,7 +303,7 @@ def _blank_unused_tokens(kernel: Kernel) -> None:
         for head in range(p.heads):
             _store_output(kernel, _filled((p.padded_dim, p.columns), 0.0), token, head, 0, 1)
             no_lse = _filled((p.columns,), -jnp.inf)[: p.head_columns]
-            _store(kernel.gmem["lse"].at[token, head], no_lse)
+            store(kernel.gmem["lse"].at[token, head], no_lse)
         return ()
 
     lax.fori_loop(0, div(jnp.maximum(p.num_tokens - first + (p.ctas - 1), 0), p.ctas), blank, ())

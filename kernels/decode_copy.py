@@ -5,6 +5,7 @@ arrivals at a barrier; a warp alone makes half of them, and four warps issue at 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_problem import Kernel
-from .decode_schedule import Piece, Scalar, div, rem
+from .decode_schedule import Piece
+from .schedule import Scalar, div, rem
 
 # Block ids that a warp reads before it issues their copies, so that those loads overlap.
 MAX_UNROLL = 8
@@ -39,25 +41,25 @@ def _copy_pool(kernel: Kernel, name: str, worker: Scalar, workers: int) -> None:
         if name == "k":
             pl.when(worker == 0)(lambda: _copy_q(kernel, piece))
 
-        def copy_tile(i, _):
+        def step(i, _):
             slot = kernel.slot(piece, i)
 
             @pl.when(piece.tiles_before + i >= stages)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            _copy_tile(kernel, name, piece, i, worker, workers)
+            copy_tile(kernel, name, piece, i, slot, worker, workers)
             return ()
 
-        lax.fori_loop(0, piece.tiles, copy_tile, ())
+        lax.fori_loop(0, piece.tiles, step, ())
 
     pieces, tiles = kernel.schedule.pieces(kernel.rank, copy_piece)
-    _drain(empty, tiles, stages)
+    drain(empty, tiles, stages)
     if name == "k":
-        pl.when(worker == 0)(lambda: _drain(kernel.barriers["q_empty"], pieces, 2))
+        pl.when(worker == 0)(lambda: drain(kernel.barriers["q_empty"], pieces, 2))
 
 
-def _drain(barrier: Any, used: Scalar, slots: int) -> None:
+def drain(barrier: Any, used: Scalar, slots: int) -> None:
     """Waits for the last use of each slot: no barrier is left with a phase that nobody saw."""
 
     def wait(i, _):
@@ -86,12 +88,27 @@ def _copy_q(kernel: Kernel, piece: Piece) -> None:
         )
 
 
-def _copy_tile(
-    kernel: Kernel, name: str, piece: Piece, tile: Scalar, worker: Scalar, workers: int
+def copy_tile(
+    kernel: Any,
+    name: str,
+    piece: Any,
+    tile: Scalar,
+    slot: Scalar,
+    worker: Scalar,
+    workers: int,
+    wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Brings the worker's blocks of a tile. Blocks that no query sees are not read, nor their ids."""
+    """Brings the worker's blocks of a tile. Blocks that no query sees are not read, nor their ids.
+
+    Args:
+      kernel, piece: of the decode or of the prefill kernel.
+      name: "k" or "v".
+      tile: of the piece.
+      slot: where in the ring of stages it goes.
+      worker, workers: which of how many warps this is.
+      wait: waits until the slot is free; called when the first block ids are on their way.
+    """
     p, facts = kernel.problem, piece.facts
-    slot = kernel.slot(piece, tile)
     full = kernel.barriers[name + "_full"].at[slot]
     token0 = (piece.first_tile + tile) * p.tile_tokens
     count = p.copies // workers
@@ -106,6 +123,7 @@ def _copy_tile(
             column = div(jnp.where(seen, token, facts.low), p.block_size)
             block = kernel.gmem["table"][piece.row, column]
             places.append((seen, block, rem(token, p.block_size), index))
+        pl.when(chunk == 0)(wait)
         for seen, block, offset, index in places:
             pl.when(seen)(
                 functools.partial(_copy, kernel, name, piece, block, offset, slot, index, full)
@@ -122,9 +140,9 @@ def _copy_tile(
 
 
 def _copy(
-    kernel: Kernel,
+    kernel: Any,
     name: str,
-    piece: Piece,
+    piece: Any,
     block: Scalar,
     offset: Scalar,
     slot: Scalar,

@@ -34,7 +34,8 @@ from .decode_problem import (
     Problem,
     Tuning,
 )
-from .decode_schedule import PLAN_WORDS, Schedule, i32
+from .decode_schedule import Schedule
+from .schedule import PLAN_WORDS, i32
 
 MAX_QUERY_LEN = 8
 MAX_HEAD_DIM = 256
@@ -52,6 +53,7 @@ def paged_attention_unsupported_reason(
     sliding_window: int | None = None,
     sinks: jax.Array | jax.ShapeDtypeStruct | None = None,
     alibi_slopes: jax.Array | jax.ShapeDtypeStruct | None = None,
+    causal: bool = True,
     compute_capability: float | None = None,
 ) -> str | None:
     """Why `paged_attention` here cannot serve a call, or None if it can; every option is served.
@@ -59,6 +61,7 @@ def paged_attention_unsupported_reason(
     Args:
       q: [T, H, D]. k_pool: [L, N, P, K, D]. Arrays, or their shapes and dtypes.
       max_query_len: no row has more query tokens.
+      causal: whether a query sees the keys up to its own position only.
       compute_capability: of the GPU, such as 9.0; None where there is none.
     """
     del logits_soft_cap, sliding_window, sinks, alibi_slopes
@@ -67,6 +70,8 @@ def paged_attention_unsupported_reason(
         return "no NVIDIA GPU; mosaic_gpu decode needs compute capability 9.x (Hopper)"
     if int(compute_capability) != 9:
         return f"{compute_capability=}; mosaic_gpu decode uses the wgmma of 9.x (Hopper)"
+    if not causal:
+        return f"{causal=}; mosaic_gpu decode is causal"
     if max_query_len > MAX_QUERY_LEN:
         return f"{max_query_len=}; mosaic_gpu decode serves at most {MAX_QUERY_LEN} tokens a row"
     if q.dtype not in DTYPES or q.dtype != k_pool.dtype:

@@ -7,7 +7,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .decode_schedule import Piece, Schedule, div, rem
+from .decode_schedule import Piece, Schedule
+from .schedule import div, rem
 
 # A Hopper SM has 227 KiB for a CTA. The scratch of a reduction over four warps is what 8 columns need
 # at once; barriers and the plan take the rest.

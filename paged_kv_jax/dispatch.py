@@ -17,7 +17,7 @@ from absl import logging
 # XLA operations serve.
 IMPLEMENTATIONS: dict[str, dict[str, str | None]] = {
     "paged_attention": {
-        "mosaic_gpu": "decode_mosaic_gpu",
+        "mosaic_gpu": "attention_mosaic_gpu",
         "triton": "triton",
         "xla": "attention_xla",
         "reference": "attention_reference",

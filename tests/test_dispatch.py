@@ -40,9 +40,10 @@ def picked(q, pool, plan):
         (7.5, {}, "attention_xla"),
         (8.0, {}, "triton"),
         (8.9, {"query_len": 8}, "triton"),
-        (9.0, {}, "decode_mosaic_gpu"),
-        (9.0, {"query_len": 8, "head_dim": 64, "block_size": 1}, "decode_mosaic_gpu"),
-        (9.0, {"query_len": 9}, "attention_xla"),
+        (9.0, {}, "attention_mosaic_gpu"),
+        (9.0, {"query_len": 8, "head_dim": 64, "block_size": 1}, "attention_mosaic_gpu"),
+        (9.0, {"query_len": 9}, "attention_mosaic_gpu"),
+        (9.0, {"query_len": 9, "head_dim": 120}, "attention_xla"),
         (9.0, {"head_dim": 120}, "triton"),
         (9.0, {"dtype": jnp.float32}, "triton"),
         (9.0, {"head_dim": 512}, "attention_xla"),
@@ -57,10 +58,10 @@ def test_the_best_that_supports_the_call_is_picked(on_gpu, capability, shapes, m
 def test_supports_gives_the_reason(on_gpu):
     on_gpu(9.0)
     assert pkv.supports("mosaic_gpu", *call()) == (True, "")
-    is_supported, reason = pkv.supports("mosaic_gpu", *call(query_len=9))
+    is_supported, reason = pkv.supports("mosaic_gpu", *call(head_dim=120))
     assert not is_supported
-    assert "max_query_len=9" in reason
-    assert pkv.supports("xla", *call(query_len=9)) == (True, "")
+    assert "head_dim=120" in reason
+    assert pkv.supports("xla", *call(head_dim=120)) == (True, "")
 
 
 def test_without_a_gpu_the_reason_is_the_device():
@@ -69,11 +70,19 @@ def test_without_a_gpu_the_reason_is_the_device():
     assert "needs an NVIDIA GPU" in reason
 
 
-@pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
-def test_a_name_that_cannot_serve_raises_with_the_reason_and_never_falls_back(on_gpu, name):
+@pytest.mark.parametrize(
+    ("name", "shapes", "named"),
+    [
+        ("mosaic_gpu", {"head_dim": 120}, "head_dim=120"),
+        ("triton", {"query_len": 9}, "max_query_len=9"),
+    ],
+)
+def test_a_name_that_cannot_serve_raises_with_the_reason_and_never_falls_back(
+    on_gpu, name, shapes, named
+):
     on_gpu(9.0)
-    q, pool, plan = call(query_len=9)
-    with pytest.raises(NotImplementedError, match=rf"{name}.*max_query_len=9"):
+    q, pool, plan = call(**shapes)
+    with pytest.raises(NotImplementedError, match=rf"{name}.*{named}"):
         dispatch.choose("paged_attention", name, q, pool.k, max_query_len=plan.max_query_len)
 
 
