@@ -2,8 +2,8 @@
 
 Which rows a batch has is data, which kernels are launched is not. So a batch whose shape allows both
 kinds of rows is two launches, each over its own rows: the decode kernel's over a copy of the few
-tokens that are its, whose outputs are then put among those of prefill. A launch without work takes
-4 us; one row, or as many tokens in each, is no such batch.
+tokens that are its, whose outputs are then put among those of prefill. One row, or as many tokens in
+each, is no such batch.
 """
 
 import jax
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from . import decode_mosaic_gpu as decode
 from . import prefill_mosaic_gpu as prefill
 
-# In a batch with longer rows, those with as many query tokens are decode.
+# In a batch with longer rows, those with as many query tokens are decode. With 8, the decode kernel's
+# columns are there for 8 in each row: 64 rows of 4,096 tokens with one query each, beside two prompts of
+# 2,048, took 716 us on an H200, and 455 with 1.
 DECODE_QUERY_LEN = 1
 
 

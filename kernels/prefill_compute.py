@@ -1,8 +1,6 @@
-"""The computing warpgroups of the prefill kernel: a running softmax over tiles, and the merge of cut items.
+"""The computing warpgroups of the prefill kernel: a running softmax over tiles.
 
-A warpgroup has 64 query tokens of one head as rows. Its partial result is (maximum [64], total [64],
-acc [64, head_dim]): the largest logit in units of log2, the sum of exp2(logit - maximum) and the
-values weighted by it, all float32.
+A warpgroup has 64 query tokens of one head as rows; see `prefill_output` for what it leaves.
 """
 
 import functools
@@ -13,33 +11,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .gpu_memory import THIS_GPU, load, semaphore_signal, semaphore_wait, store
+from .gpu_memory import load, store
+from .prefill_output import (
+    LOG2E,
+    WGMMA,
+    blank_unused_tokens,
+    columns,
+    filled,
+    finish_item,
+    finite,
+    leave_part,
+)
 from .prefill_problem import ROWS, Kernel
 from .prefill_schedule import Piece
 from .schedule import Scalar, div, i32, rem
 
-LOG2E = 1.4426950408889634
-WGMMA = plgpu.Layout.WGMMA
-ROW = WGMMA.reduce(1)  # one value per query, the same in all columns
 
-
-def _filled(shape: tuple[int, ...], value: float) -> jax.Array:
-    layout = WGMMA if len(shape) == 2 else ROW
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _columns(rows: jax.Array, count: int) -> jax.Array:
-    """[rows] -> [rows, count]"""
-    return lax.broadcast_in_dim(rows, (rows.shape[0], count), (0,))
-
-
-def _finite(maximum: jax.Array) -> jax.Array:
-    """The maximum, or 0 where nothing was seen: then -inf - 0 is -inf, and its exp2 is 0."""
-    return jnp.where(maximum == -jnp.inf, 0.0, maximum)
-
-
-def _acc(columns: int):
-    return plgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)
+def _acc(width: int):
+    return plgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)
 
 
 def compute_warpgroup(kernel: Kernel) -> None:
@@ -52,7 +41,7 @@ def compute_warpgroup(kernel: Kernel) -> None:
     pl.when(pieces > 0)(lambda: _free_q(kernel, pieces - 1))
     if p.take_turns:
         pl.when(kernel.warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
-    _blank_unused_tokens(kernel)
+    blank_unused_tokens(kernel)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -76,11 +65,11 @@ def _compute_piece(kernel: Kernel, piece: Piece) -> None:
     mask = functools.partial(_mask, kernel, piece, 0)
     logits, factor = _finish_logits(kernel, piece, 0, logits)
     logits = lax.cond((begin > 0) | (end <= 0), mask, lambda x: x, logits)
-    state = _filled((ROWS,), -jnp.inf), _filled((ROWS, 8), 0.0)
+    state = filled((ROWS,), -jnp.inf), filled((ROWS, 8), 0.0)
     maximum, totals, _, weights = _softmax(kernel, logits, factor, *state)
     weights = weights.astype(kernel.smem["v"].dtype)
     plgpu.barrier_wait(barriers["v_full"].at[v_slot])
-    carry = maximum, totals, weights, _filled((ROWS, p.head_dim), 0.0)
+    carry = maximum, totals, weights, filled((ROWS, p.head_dim), 0.0)
     # Loops of their own for tiles with a mask: what it is made of would fill the others' registers.
     step = functools.partial(_compute_tile, kernel, piece)
     begin, end = jnp.maximum(begin, 1), jnp.maximum(end, 1)
@@ -90,8 +79,8 @@ def _compute_piece(kernel: Kernel, piece: Piece) -> None:
         carry = lax.fori_loop(1, begin, functools.partial(step, is_edge=True), carry)
     carry = lax.fori_loop(begin, end, functools.partial(step, is_edge=False), carry)
     if p.q_slots > 1:
-        # The last piece's output takes microseconds to leave; here it has, and it is early enough for
-        # the next piece's queries.
+        # Late, since the last piece's output takes its time to leave; but early enough for the next
+        # piece's queries.
         pl.when(piece.index > 0)(lambda: _free_q(kernel, piece.index - 1))
     carry = lax.fori_loop(end, piece.tiles, functools.partial(step, is_edge=True), carry)
     maximum, totals, weights, acc = carry
@@ -107,8 +96,8 @@ def _compute_piece(kernel: Kernel, piece: Piece) -> None:
     acc = _finish(kernel, pl.run_scoped(last_values, _acc(p.head_dim)), acc)
     plgpu.barrier_arrive(barriers["v_empty"].at[last_slot])
     part = maximum, jnp.sum(totals, axis=1), acc
-    pl.when(piece.is_first)(lambda: _finish_item(kernel, piece, part))
-    pl.when(jnp.logical_not(piece.is_first))(lambda: _leave_part(kernel, piece, part))
+    pl.when(piece.is_first)(lambda: finish_item(kernel, piece, part))
+    pl.when(jnp.logical_not(piece.is_first))(lambda: leave_part(kernel, piece, part))
 
 
 def _free_q(kernel: Kernel, index: Scalar) -> None:
@@ -175,7 +164,7 @@ def _compute_tile(kernel: Kernel, piece: Piece, tile: Scalar, carry, is_edge: bo
         multiply, _acc(p.tile_tokens), _acc(p.head_dim)
     )
     plgpu.barrier_arrive(barriers["v_empty"].at[last_slot])
-    acc = _finish(kernel, new_acc, acc) * _columns(decay, p.head_dim)
+    acc = _finish(kernel, new_acc, acc) * columns(decay, p.head_dim)
     # Not before the product: its own operands are in registers, and it would be taken apart.
     return new_maximum, totals, new_weights.astype(weights.dtype), acc
 
@@ -194,8 +183,8 @@ def _multiply_q(kernel: Kernel, acc_ref, piece: Piece, slot: Scalar) -> None:
     """acc [64, tile_tokens] += Q K^T"""
     p, q_slot = kernel.problem, kernel.q_slot(piece, kernel.warpgroup)
     for part in range(p.q_parts):
-        columns = pl.ds(part * p.swizzle_elems, p.swizzle_elems)
-        k_smem = kernel.smem["k"].at[slot, :, columns]
+        part_columns = pl.ds(part * p.swizzle_elems, p.swizzle_elems)
+        k_smem = kernel.smem["k"].at[slot, :, part_columns]
         plgpu.wgmma(acc_ref, kernel.smem["q"].at[q_slot, part], k_smem.transpose((1, 0)))
 
 
@@ -218,10 +207,10 @@ def _softmax(
     for column in range(8, tile_tokens, 8):
         largest = jnp.maximum(largest, logits[:, column : column + 8])
     new_maximum = jnp.maximum(maximum, jnp.max(largest, axis=1) * factor)
-    finite = _finite(new_maximum)
-    decay = jnp.exp2(maximum - finite)
-    weights = jnp.exp2(logits * factor - _columns(finite, tile_tokens))
-    totals = totals * _columns(decay, 8)
+    base = finite(new_maximum)
+    decay = jnp.exp2(maximum - base)
+    weights = jnp.exp2(logits * factor - columns(base, tile_tokens))
+    totals = totals * columns(decay, 8)
     for column in range(0, tile_tokens, 8):  # every 8th column: added up once, at the end
         totals = totals + weights[:, column : column + 8]
     return new_maximum, totals, decay, weights
@@ -291,111 +280,3 @@ def _blank_dead_values(kernel: Kernel, piece: Piece, tile: Scalar) -> None:
         plgpu.commit_smem()
         plgpu.barrier_arrive(kernel.barriers["blanked"])
         plgpu.barrier_wait(kernel.barriers["blanked"])
-
-
-def _leave_part(kernel: Kernel, piece: Piece, part) -> None:
-    """Leaves the part of an item that starts in another CTA, and says so there."""
-    maximum, total, acc = part
-    place = kernel.part(kernel.cta)
-    store(kernel.gmem["part_acc"].at[place], acc)
-    store(kernel.gmem["part_stats"].at[place, 0], maximum)
-    store(kernel.gmem["part_stats"].at[place, 1], total)
-    if "ready" in kernel.gmem:
-        # One thread signals; the barrier in commit_smem puts all threads' stores before that.
-        plgpu.commit_smem()
-        owner = kernel.part(kernel.cta + piece.owner)
-        semaphore_signal(kernel.gmem["ready"].at[owner], **THIS_GPU)
-
-
-def _finish_item(kernel: Kernel, piece: Piece, part) -> None:
-    """Merges the parts that other CTAs left, in their order, and writes the item's output."""
-    p = kernel.problem
-    if "ready" in kernel.gmem:
-
-        @pl.when(piece.others > 0)
-        def _():
-            own = kernel.part(kernel.cta)
-            semaphore_wait(kernel.gmem["ready"].at[own], piece.others, **THIS_GPU)
-
-    def add_part(i, part):
-        place = kernel.part(kernel.cta - 1 - i)
-        maximum = load(kernel.gmem["part_stats"].at[place, 0], ROW)
-        total = load(kernel.gmem["part_stats"].at[place, 1], ROW)
-        acc = load(kernel.gmem["part_acc"].at[place], WGMMA)
-        top = jnp.maximum(part[0], maximum)
-        mine, others = jnp.exp2(part[0] - _finite(top)), jnp.exp2(maximum - _finite(top))
-        acc = part[2] * _columns(mine, p.head_dim) + acc * _columns(others, p.head_dim)
-        return top, part[1] * mine + total * others, acc
-
-    maximum, total, acc = lax.fori_loop(0, piece.others, add_part, part)
-    head = kernel.query_head(piece, kernel.warpgroup)
-    if "sinks" in kernel.gmem:
-        sink = jnp.full_like(maximum, kernel.gmem["sinks"][head])
-        top = jnp.maximum(maximum, sink)
-        decay = jnp.exp2(maximum - top)
-        maximum, total = top, total * decay + jnp.exp2(sink - top)
-        acc = acc * _columns(decay, p.head_dim)
-    inverse = jnp.where(total > 0, 1.0 / total, 0.0)
-    first = kernel.first_row(kernel.warpgroup)
-    tile = piece.token_tile * (p.item_tokens // ROWS) + div(first, ROWS)
-    store(kernel.gmem["lse"].at[tile, head], (maximum + jnp.log2(total)) * (1 / LOG2E))
-    out = (acc * _columns(inverse, p.head_dim)).astype(kernel.gmem["out"].dtype)
-    q_slot = kernel.q_slot(piece, kernel.warpgroup)
-    _store_output(kernel, out, q_slot, piece.first_token + first, head, piece.tokens - first)
-
-
-def _store_output(
-    kernel: Kernel, out: jax.Array, q_slot: Scalar, token: Scalar, head: Scalar, count: Scalar
-) -> None:
-    """The first `count` rows of out [64, head_dim] -> a head of as many tokens in gmem.
-
-    Nobody waits for the copies here; `_free_q` does.
-    """
-    p, out_gmem = kernel.problem, kernel.gmem["out"]
-
-    @pl.when(count >= ROWS)
-    def _():
-        for part in range(p.q_parts):
-            first = part * p.swizzle_elems
-            kernel.smem["q"].at[q_slot, part][...] = out[:, first : first + p.swizzle_elems]
-        plgpu.commit_smem()
-        for part in range(p.q_parts):
-            columns = pl.ds(part * p.swizzle_elems, p.swizzle_elems)
-            tokens_gmem = out_gmem.at[pl.ds(token, ROWS), head, columns]
-            plgpu.copy_smem_to_gmem(kernel.smem["q_rows"].at[q_slot, part], tokens_gmem)
-
-    @pl.when(count < ROWS)
-    def _():
-        # As few copies as a size per bit of `count` needs; the rows are in shared memory as they are.
-        rows_smem = kernel.smem["out_rows"].at[q_slot]
-        store(rows_smem, out)
-        plgpu.commit_smem()
-        for size in (32, 16, 8, 4, 2, 1):
-            done = div(jnp.maximum(count, 0), 2 * size) * (2 * size)
-
-            @pl.when((count > 0) & (rem(div(jnp.maximum(count, 0), size), 2) == 1))
-            def _(size=size, done=done):
-                tokens_gmem = out_gmem.at[pl.ds(token + done, size), head]
-                plgpu.copy_smem_to_gmem(rows_smem.at[pl.ds(done, size)], tokens_gmem)
-
-
-def _blank_unused_tokens(kernel: Kernel) -> None:
-    """Tokens of no row: output 0."""
-    p = kernel.problem
-    first = kernel.gmem["cu_q_lens"][p.num_rows]
-    worker = kernel.cta * p.warpgroups + kernel.warpgroup
-    workers = p.ctas * p.warpgroups
-    heads = p.kv_heads * p.group
-    chunks = div(jnp.maximum(p.num_tokens - first, 0) + (ROWS - 1), ROWS) * heads
-    zeros = _filled((ROWS, p.head_dim), 0.0).astype(kernel.gmem["out"].dtype)
-
-    def blank(i, _):
-        chunk = worker + i * workers
-        token = first + div(chunk, heads) * ROWS
-        count = jnp.minimum(p.num_tokens - token, ROWS)
-        # All of q was used: every slot is free.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _store_output(kernel, zeros, kernel.warpgroup, token, rem(chunk, heads), count)
-        return ()
-
-    lax.fori_loop(0, div(jnp.maximum(chunks - worker, 0) + (workers - 1), workers), blank, ())

@@ -10,7 +10,7 @@ Prefill is arithmetic, so everything serves one end: to keep the tensor cores bu
 - CTAs share out the work by tiles (`prefill_schedule`): causal tiles that nobody sees are no work,
   and a long row is split over as many CTAs as there are. Only tiles at an edge are masked.
 - Warps that only copy (`prefill_copy`) run ahead over the ends of items. An item that was cut is
-  merged by the CTA that starts it (`prefill_compute`), from parts in float32.
+  merged by the CTA that starts it (`prefill_output`), from parts in float32.
 """
 
 import dataclasses
@@ -24,8 +24,9 @@ from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_problem import H200_SMS, REDUCTION_SCRATCH_BYTES
-from .prefill_compute import LOG2E, compute_warpgroup
+from .prefill_compute import compute_warpgroup
 from .prefill_copy import copy_warp
+from .prefill_output import LOG2E
 from .prefill_problem import ROWS, Kernel, Options, Problem, Tuning
 from .prefill_schedule import Schedule
 from .schedule import PLAN_WORDS, i32
