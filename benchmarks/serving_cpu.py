@@ -245,7 +245,14 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     arguments = parser.parse_args()
     model = load_model("smollm2", jnp.float32).model
-    rows = [compare(model, lengths, arguments.rounds) for lengths in arguments.lengths]
+    rows = []
+    for lengths in arguments.lengths:  # kept as they come
+        rows.append(compare(model, lengths, arguments.rounds))
+        keep(rows, arguments.rounds, arguments.out)
+
+
+def keep(rows: list[dict], rounds: int, out: pathlib.Path) -> None:
+    """Print the table of `rows`, and write it with the record to `out`."""
     record = {
         "hardware": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
         "versions": f"Python {platform.python_version()}, JAX {jax.__version__}",
@@ -265,7 +272,7 @@ def main() -> None:
         f"{NEW_TOKENS[1]}, a pool that holds a third of all tokens. Static batching has contiguous "
         "caches as long as the longest prompt and the longest output, as many as fit into the same "
         "memory, requests in order of arrival, prompts padded to the longest. New tokens per second, "
-        f"median of {arguments.rounds} rounds in turns. All texts equal those of one-by-one runs; "
+        f"median of {rounds} rounds in turns. All texts equal those of one-by-one runs; "
         "nothing compiled after the warm-up; all blocks free at the end.",
         "",
         "| lengths drawn | pool, tokens | static rows | server | static | one by one | server / static "
@@ -282,9 +289,9 @@ def main() -> None:
         ),
     ]
     print("\n".join(lines))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "serving_cpu.md").write_text("\n".join(lines) + "\n")
-    (arguments.out / "serving_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "serving_cpu.md").write_text("\n".join(lines) + "\n")
+    (out / "serving_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def processor() -> str:
