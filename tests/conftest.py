@@ -5,6 +5,9 @@ import pytest
 
 # No silent mixing of dtypes, such as int32 positions with float32 logits.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+if jax.default_backend() == "cpu":
+    # Tests compile far more than they compute: less work of LLVM's is a third less time.
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
