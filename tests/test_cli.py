@@ -9,6 +9,8 @@ from absl import app
 
 from paged_kv_jax import cli
 
+pytestmark = pytest.mark.slow
+
 TINY = pathlib.Path(__file__).parent / "golden" / "tiny" / "llama"
 
 

@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from token_pool import ids
 
 import paged_kv_jax as pkv
+
+pytestmark = pytest.mark.slow
 
 VOCAB, HEADS, DIM = 13, 2, 8
 CONFIG = pkv.KVCacheConfig(

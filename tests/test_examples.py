@@ -12,6 +12,8 @@ import pytest
 import speculative_decoding
 from flax import nnx
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 24  # as in the examples' `main`, so that nothing compiles twice
 
 

@@ -16,6 +16,8 @@ from paged_kv_jax.flax import linen as paged_linen
 from paged_kv_jax.flax import nnx as paged_nnx
 from paged_kv_jax.flax import rotary_embedding
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, LAYER = 3, 11, 20, 4, 8, 1
 PREFILL = np.array([8, 1, 5], np.int32)
 SEQ_IDS = np.array([2, 0, 3], np.int32)  # not in the order of the rows

@@ -13,6 +13,8 @@ from paged_kv_jax.models.contiguous import contiguous_forward, init_cache
 from paged_kv_jax.models.llama import Llama, LlamaConfig
 from paged_kv_jax.sampling import Sampling
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=24, intermediate_size=32, num_layers=2, num_heads=6, num_kv_heads=2,
     head_dim=8, max_position=256,

@@ -13,6 +13,8 @@ import pytest
 import paged_kv_jax as pkv
 from paged_kv_jax.models import load_model
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "smollm2.npz")
 PROMPTS = ("question", "dialogue", "text")
 SEQ_IDS = np.arange(len(PROMPTS), dtype=np.int32)

@@ -23,6 +23,8 @@ from paged_kv_jax.scheduler import (
 )
 from paged_kv_jax.serving import plan_batch
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ServingConfig(
     cache=cache_config(12, max_seqs=3), max_requests=5, mixed_sizes=(4, 8), decode_sizes=(1, 2)
 )

@@ -15,6 +15,8 @@ from paged_kv_jax.scheduler import Scheduler, ServingConfig, Status, check_sched
 from paged_kv_jax.server import Request, Server
 from paged_kv_jax.serving import run_until
 
+pytestmark = pytest.mark.slow
+
 MODEL = TinyModel.create()
 # 16 blocks of 4 for up to 4 requests that may take 10 each; prompts in chunks of up to 8 tokens.
 PLAIN = ServingConfig(

@@ -8,12 +8,15 @@ import resource
 
 import jax
 import numpy as np
+import pytest
 from tiny_model import VOCAB, TinyModel, cache_config
 
 import paged_kv_jax as pkv
 from paged_kv_jax.sampling import Sampling
 from paged_kv_jax.scheduler import ServingConfig, Status, check_scheduler
 from paged_kv_jax.server import Request, Server
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "120"))
 CONFIG = ServingConfig(
