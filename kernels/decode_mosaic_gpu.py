@@ -35,12 +35,10 @@ from .decode_problem import (
     Tuning,
 )
 from .decode_schedule import Schedule
+from .hopper import hopper_unsupported_reason
 from .schedule import PLAN_WORDS, i32
 
 MAX_QUERY_LEN = 8
-MAX_HEAD_DIM = 256
-MAX_BLOCK_SIZE = 256
-DTYPES = (jnp.bfloat16, jnp.float16)
 DEFAULT_TUNING = Tuning()
 
 
@@ -65,25 +63,11 @@ def paged_attention_unsupported_reason(
       compute_capability: of the GPU, such as 9.0; None where there is none.
     """
     del logits_soft_cap, sliding_window, sinks, alibi_slopes
-    head_dim, block_size = q.shape[-1], k_pool.shape[2]
-    if compute_capability is None:
-        return "no NVIDIA GPU; mosaic_gpu decode needs compute capability 9.x (Hopper)"
-    if int(compute_capability) != 9:
-        return f"{compute_capability=}; mosaic_gpu decode uses the wgmma of 9.x (Hopper)"
     if not causal:
         return f"{causal=}; mosaic_gpu decode is causal"
     if max_query_len > MAX_QUERY_LEN:
         return f"{max_query_len=}; mosaic_gpu decode serves at most {MAX_QUERY_LEN} tokens a row"
-    if q.dtype not in DTYPES or q.dtype != k_pool.dtype:
-        return (
-            f"q is {q.dtype} and the pool {k_pool.dtype}; "
-            "mosaic_gpu decode needs both bfloat16 or both float16"
-        )
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"{head_dim=}; mosaic_gpu decode serves multiples of 16 up to {MAX_HEAD_DIM}"
-    if block_size & (block_size - 1) or block_size > MAX_BLOCK_SIZE:
-        return f"{block_size=}; mosaic_gpu decode serves powers of two up to {MAX_BLOCK_SIZE}"
-    return None
+    return hopper_unsupported_reason("mosaic_gpu decode", q, k_pool, compute_capability)
 
 
 def paged_attention(

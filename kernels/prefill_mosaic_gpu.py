@@ -24,6 +24,7 @@ from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_problem import H200_SMS, REDUCTION_SCRATCH_BYTES
+from .hopper import hopper_unsupported_reason
 from .prefill_compute import compute_warpgroup
 from .prefill_copy import copy_warp
 from .prefill_output import LOG2E
@@ -31,9 +32,6 @@ from .prefill_problem import ROWS, Kernel, Options, Problem, Tuning
 from .prefill_schedule import Schedule
 from .schedule import PLAN_WORDS, i32
 
-MAX_HEAD_DIM = 256
-MAX_BLOCK_SIZE = 256
-DTYPES = (jnp.bfloat16, jnp.float16)
 DEFAULT_TUNING = Tuning()
 # Registers of a thread that computes and of one that copies, by the number of warpgroups that compute:
 # together no more than an SM has.
@@ -61,25 +59,11 @@ def paged_attention_unsupported_reason(
       compute_capability: of the GPU, such as 9.0; None where there is none.
     """
     del max_query_len, logits_soft_cap, sinks
-    head_dim, block_size = q.shape[-1], k_pool.shape[2]
-    if compute_capability is None:
-        return "no NVIDIA GPU; mosaic_gpu prefill needs compute capability 9.x (Hopper)"
-    if int(compute_capability) != 9:
-        return f"{compute_capability=}; mosaic_gpu prefill uses the wgmma of 9.x (Hopper)"
     if not causal and sliding_window is not None:
         return f"{causal=} with {sliding_window=}; a window needs causal=True"
     if not causal and alibi_slopes is not None:
         return f"{causal=} with alibi_slopes; ALiBi needs causal=True"
-    if q.dtype not in DTYPES or q.dtype != k_pool.dtype:
-        return (
-            f"q is {q.dtype} and the pool {k_pool.dtype}; "
-            "mosaic_gpu prefill needs both bfloat16 or both float16"
-        )
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
-        return f"{head_dim=}; mosaic_gpu prefill serves multiples of 16 up to {MAX_HEAD_DIM}"
-    if block_size & (block_size - 1) or block_size > MAX_BLOCK_SIZE:
-        return f"{block_size=}; mosaic_gpu prefill serves powers of two up to {MAX_BLOCK_SIZE}"
-    return None
+    return hopper_unsupported_reason("mosaic_gpu prefill", q, k_pool, compute_capability)
 
 
 def paged_attention(
