@@ -203,7 +203,7 @@ def test_the_speed_notebook_takes_new_kinds_of_results(tmp_path, monkeypatch):
 @by_name
 def test_a_notebook_is_stored_small_executed_and_without_traces_of_a_machine(path):
     text = path.read_text()
-    assert len(text) < 600_000
+    assert len(text) < 400_000
     assert json.loads(text)["metadata"] == {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},
