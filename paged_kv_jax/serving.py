@@ -91,7 +91,7 @@ def serve_step(model: LanguageModel, scheduler: Scheduler, config: ServingConfig
     return retire(scheduler)
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """What a step computes.
 
     Attributes:
@@ -106,7 +106,7 @@ class Batch(NamedTuple):
     size_index: jax.Array
 
 
-def plan_batch(scheduler: Scheduler, config: ServingConfig) -> Batch:
+def plan_batch(scheduler: Scheduler, config: ServingConfig) -> StepBatch:
     """Which tokens the step computes: one of each decoding row, then of prompts what the budget allows."""
     requests, request = scheduler.requests, scheduler.running
     # What has no room for its last token, as only the host can make it, sits this step out.
@@ -123,11 +123,11 @@ def plan_batch(scheduler: Scheduler, config: ServingConfig) -> Batch:
     nth_decode = jnp.sum(jnp.array(config.decode_sizes) < num_rows)
     nth_mixed = jnp.sum(jnp.array(config.mixed_sizes) < num_tokens)
     index = jnp.where(is_decode, nth_decode, len(config.decode_sizes) + nth_mixed)
-    return Batch(slots, q_lens, jnp.where(num_tokens > 0, index, -1).astype(jnp.int32))
+    return StepBatch(slots, q_lens, jnp.where(num_tokens > 0, index, -1).astype(jnp.int32))
 
 
 def record(
-    scheduler: Scheduler, batch: Batch, chosen: jax.Array, config: ServingConfig
+    scheduler: Scheduler, batch: StepBatch, chosen: jax.Array, config: ServingConfig
 ) -> Scheduler:
     """Take down what a step computed and the tokens it chose.
 
@@ -173,7 +173,7 @@ def record(
 def _compute(
     model: LanguageModel,
     scheduler: Scheduler,
-    batch: Batch,
+    batch: StepBatch,
     carry: tuple[KVPool, jax.Array, jax.Array],
     *,
     size: int,
