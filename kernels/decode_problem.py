@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_schedule import Piece, Schedule
+from .hopper import PoolTiles
 from .schedule import div, rem
 
 # A Hopper SM has 227 KiB for a CTA. The scratch of a reduction over four warps is what 8 columns need
@@ -36,7 +36,7 @@ class Tuning:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(PoolTiles):
     """The static sizes of a call, and every decision that follows from them.
 
     Queries are columns: `token_columns` query tokens, times `head_columns` query heads of a KV head.
@@ -72,16 +72,6 @@ class Problem:
     def padded(self) -> bool:
         """Whether shared memory has columns that hold no element of a head."""
         return self.head_dim != self.padded_dim
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes."""
-        return plgpu.find_swizzle(self.head_dim * self.itemsize * 8)
-
-    @property
-    def swizzle_elems(self) -> int:
-        """Elements of a head in one tile of shared memory."""
-        return self.swizzle // self.itemsize
 
     @property
     def max_columns(self) -> int:
@@ -178,16 +168,6 @@ class Problem:
         if self.block_size < 8:
             return self.block_size
         return 8 if self.padded else min(self.block_size, self.tile_tokens)
-
-    @property
-    def copies(self) -> int:
-        """Copies per tile, of K and of V."""
-        return self.tile_tokens // self.copy_tokens
-
-    @property
-    def copy_parts(self) -> int:
-        """TMA copies for one: a block of less than 8 tokens goes into parts of swizzled tiles."""
-        return self.head_dim // self.swizzle_elems if self.block_size < 8 else 1
 
 
 @dataclasses.dataclass(frozen=True)

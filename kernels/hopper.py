@@ -1,7 +1,8 @@
-"""What the attention kernels for NVIDIA Hopper serve alike."""
+"""What the attention kernels for NVIDIA Hopper have in common: what they serve, how K and V are tiled."""
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 256
@@ -36,3 +37,33 @@ def hopper_unsupported_reason(
     if block_size & (block_size - 1) or block_size > MAX_BLOCK_SIZE:
         return f"{block_size=}; {name} serves powers of two up to {MAX_BLOCK_SIZE}"
     return None
+
+
+class PoolTiles:
+    """How tiles of K and V lie in shared memory and arrive there; the base of both `Problem`s."""
+
+    head_dim: int
+    block_size: int
+    itemsize: int
+    tile_tokens: int  # KV tokens per step
+    copy_tokens: int  # tokens per TMA copy
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes."""
+        return plgpu.find_swizzle(self.head_dim * self.itemsize * 8)
+
+    @property
+    def swizzle_elems(self) -> int:
+        """Elements of a head in one tile of shared memory."""
+        return self.swizzle // self.itemsize
+
+    @property
+    def copies(self) -> int:
+        """Copies per tile, of K and of V."""
+        return self.tile_tokens // self.copy_tokens
+
+    @property
+    def copy_parts(self) -> int:
+        """TMA copies for one: a block of less than 8 tokens goes into parts of swizzled tiles."""
+        return self.head_dim // self.swizzle_elems if self.block_size < 8 else 1

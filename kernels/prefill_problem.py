@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .decode_problem import H200_SMS, SMEM_BYTES
+from .hopper import PoolTiles
 from .prefill_schedule import Piece, Schedule
 from .schedule import Scalar, div, rem
 
@@ -40,7 +40,7 @@ class Tuning:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(PoolTiles):
     """The static sizes of a call, and every decision that follows from them.
 
     An item is `item_heads` query heads of a KV head times `item_tokens` query tokens, so that each
@@ -71,16 +71,6 @@ class Problem:
                 f"stages={self.stages} of {self.tile_tokens} tokens and q_slots={self.q_slots} "
                 f"take {self.smem_bytes} bytes of {SMEM_BYTES}"
             )
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes."""
-        return plgpu.find_swizzle(self.head_dim * self.itemsize * 8)
-
-    @property
-    def swizzle_elems(self) -> int:
-        """Elements of a head in one tile of shared memory."""
-        return self.swizzle // self.itemsize
 
     @property
     def q_parts(self) -> int:
@@ -165,16 +155,6 @@ class Problem:
     def copy_tokens(self) -> int:
         """Tokens per TMA copy: a block or a tile."""
         return min(self.block_size, self.tile_tokens)
-
-    @property
-    def copies(self) -> int:
-        """Copies per tile, of K and of V."""
-        return self.tile_tokens // self.copy_tokens
-
-    @property
-    def copy_parts(self) -> int:
-        """TMA copies for one: a block of less than 8 tokens goes into parts of swizzled tiles."""
-        return self.head_dim // self.swizzle_elems if self.block_size < 8 else 1
 
 
 @dataclasses.dataclass(frozen=True)
